@@ -1,0 +1,152 @@
+"""What all requests of one client share: connections, the time allowed, and what is to be freed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from . import wire
+from ._http import Reply
+from ._pool import Transport
+from .errors import BY_CODE, Gone, RequestError, TransportError, UnknownHandle
+from .wire import Buffer
+
+Answer = tuple[dict[str, Any], list[memoryview]]
+"""A reply's header and payloads."""
+
+_MSGPACK_FIELDS = f"Accept: {wire.MSGPACK}\r\nContent-Type: {wire.MSGPACK}\r\n"
+
+
+class Channel:
+    """Requests to one service, their errors raised as exceptions."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._transport = Transport(url)
+        self._timeout = timeout
+        self._owned: dict[str, int] = {}  # handle: the process that came by it
+        self._discarded: deque[str] = deque()
+
+    def post(
+        self,
+        target: str,
+        header: dict[str, Any],
+        payloads: Sequence[Buffer] = (),
+        *,
+        method: str = "POST",
+        timeout: float | None = None,
+    ) -> Answer:
+        body = wire.pack(header, payloads)
+        return answer(self.request(method, target, _MSGPACK_FIELDS, body, timeout=timeout))
+
+    def get(self, target: str, *, method: str = "GET") -> Answer:
+        return answer(self.request(method, target, f"Accept: {wire.MSGPACK}\r\n"))
+
+    def request(
+        self,
+        method: str,
+        target: str,
+        fields: str,
+        body: Sequence[Buffer] = (),
+        *,
+        timeout: float | None = None,
+    ) -> Reply:
+        """A reply of status 2xx; `fields` are header lines.
+
+        Raises:
+            RequestError: the service refused; its subclass says why.
+            TransportError: no answer came, or not in time.
+        """
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        if self._discarded:
+            self._free_discarded(deadline)
+        reply = self._transport.request(method, target, fields, body, deadline)
+        if not 200 <= reply.status < 300:
+            raise _error(reply)
+        return reply
+
+    def own(self, handle: str) -> None:
+        """From now on `handle` is freed at the latest when the channel is closed."""
+        self._owned[handle] = os.getpid()
+
+    def disown(self, handle: str) -> None:
+        self._owned.pop(handle, None)
+
+    def discard(self, handle: str) -> None:
+        """Have `handle` freed with the next request; safe in a finalizer, since it does no more.
+
+        A copy that a forked child inherited, and now drops, is not the child's to free.
+        """
+        if self._owned.pop(handle, None) == os.getpid():
+            self._discarded.append(handle)
+
+    def free(self, handle: str) -> None:
+        self._free(handle, time.monotonic() + self._timeout)
+        self.disown(handle)
+
+    def close(self) -> None:
+        """Free what this process owns, as far as the service can be reached, and disconnect."""
+        for handle in list(self._owned):
+            self.discard(handle)
+        try:
+            self._free_discarded(time.monotonic() + self._timeout)
+        except TransportError:
+            self._discarded.clear()  # the service is away; time will free them
+        finally:
+            self._transport.close()
+
+    def _free_discarded(self, deadline: float) -> None:
+        while True:
+            try:
+                handle = self._discarded.pop()
+            except IndexError:  # another thread may have taken the last
+                return
+            try:
+                self._free(handle, deadline)
+            except TransportError:
+                self._discarded.append(handle)
+                raise
+
+    def _free(self, handle: str, deadline: float) -> None:
+        fields = f"Accept: {wire.MSGPACK}\r\n"
+        reply = self._transport.request("DELETE", f"/v1/tensors/{handle}", fields, (), deadline)
+        if not 200 <= reply.status < 300:
+            error = _error(reply)
+            if not isinstance(error, Gone | UnknownHandle):
+                raise error
+
+
+def answer(reply: Reply) -> Answer:
+    """Header and payloads of a reply in MessagePack; both empty if it has no body."""
+    if not reply.body:
+        return {}, []
+    try:
+        return wire.unpack(reply.body)
+    except wire.WireError as error:
+        raise TransportError(f"the reply is not as the protocol says: {error}") from error
+
+
+def _error(reply: Reply) -> RequestError:
+    problem = _problem(reply)
+    code, detail = problem.get("code"), problem.get("detail")
+    kind = BY_CODE.get(str(code))
+    if kind is None:
+        return RequestError(f"status {reply.status}, {code or 'no code'}: {detail}")
+    return kind(str(detail), operand=problem.get("operand"), request_id=problem.get("request_id"))
+
+
+def _problem(reply: Reply) -> dict[str, Any]:
+    """The problem document of a reply; its beginning as the detail if it has none."""
+    read = msgpack.unpackb if "msgpack" in reply.field("content-type") else json.loads
+    try:
+        problem = read(bytes(reply.body))
+    except ValueError:
+        problem = None
+    if isinstance(problem, dict):
+        return problem
+    return {"detail": bytes(reply.body[:200]).decode("utf-8", "replace")}

@@ -1,0 +1,91 @@
+"""Keyword arguments by what an operation returns for them; for type checkers only.
+
+`To…` says where the result stays: with the caller, or in the service. `…AndAux`, `…AndTape` and
+`…AndExtras` return more than the result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from .operations import Activation, AuxEpilog, Operand, Options, PlainEpilog
+from .tensors import RemoteTensor
+
+if TYPE_CHECKING:
+    from typing import Required
+
+
+class _ToArray(TypedDict, total=False):
+    out: Literal["array"] | None
+
+
+class _ToTensor(TypedDict, total=False):
+    out: Required[Literal["tensor"] | RemoteTensor]
+
+
+class _Call(TypedDict, total=False):
+    options: Options | None
+    timeout: float | None
+
+
+class _Linear(_Call, total=False):
+    c: Operand | None
+    alpha: float
+    beta: float | None
+    activation: Activation
+
+
+class LinearToArray(_Linear, _ToArray, total=False):
+    save_aux: Literal[False]
+
+
+class LinearToTensor(_Linear, _ToTensor, total=False):
+    save_aux: Literal[False]
+
+
+class LinearToArrayAndAux(_Linear, _ToArray, total=False):
+    save_aux: Required[Literal[True]]
+
+
+class LinearToTensorAndAux(_Linear, _ToTensor, total=False):
+    save_aux: Required[Literal[True]]
+
+
+class MLPToArray(_Call, _ToArray, total=False):
+    save_tape: Literal[False]
+
+
+class MLPToTensor(_Call, _ToTensor, total=False):
+    save_tape: Literal[False]
+
+
+class MLPToArrayAndTape(_Call, _ToArray, total=False):
+    save_tape: Required[Literal[True]]
+
+
+class MLPToTensorAndTape(_Call, _ToTensor, total=False):
+    save_tape: Required[Literal[True]]
+
+
+class _Matmul(_Call, total=False):
+    alpha: float
+    beta: float | None
+    bias: Operand | None
+    relu_aux: Operand | None
+    gelu_aux: Operand | None
+
+
+class MatmulToArray(_Matmul, _ToArray, total=False):
+    epilog: PlainEpilog | None
+
+
+class MatmulToTensor(_Matmul, _ToTensor, total=False):
+    epilog: PlainEpilog | None
+
+
+class MatmulToArrayAndExtras(_Matmul, _ToArray, total=False):
+    epilog: Required[AuxEpilog]
+
+
+class MatmulToTensorAndExtras(_Matmul, _ToTensor, total=False):
+    epilog: Required[AuxEpilog]

@@ -1,0 +1,145 @@
+"""Requests and answers of operations, as headers and payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._channel import Answer, Channel
+from ._payloads import Array, byte_view, describe, to_array
+from .operations import Accumulate, Layer, LinearGradients, Operand, Placement
+from .tensors import RemoteTensor, Tape
+from .views import TensorView
+
+
+class Request:
+    """A header, put together field by field, and the payloads that it names."""
+
+    def __init__(self, **fields: object) -> None:
+        self.header: dict[str, Any] = {
+            name: value for name, value in fields.items() if value is not None
+        }
+        self.payloads: list[memoryview] = []
+
+    def operands(self, **operands: Operand | None) -> None:
+        for name, operand in operands.items():
+            if operand is not None:
+                self.header[name] = self._tensor(name, operand)
+
+    def layers(self, layers: Iterable[Layer]) -> None:
+        self.header["layers"] = [self._layer(i, layer) for i, layer in enumerate(layers)]
+
+    def outputs(self, **placements: Placement | None) -> None:
+        if outputs := placed(placements):
+            self.header["outputs"] = outputs
+
+    def send(self, channel: Channel, operation: str, timeout: float | None) -> Results:
+        target = f"/v1/{operation}"
+        return Results(channel, channel.post(target, self.header, self.payloads, timeout=timeout))
+
+    def _layer(self, index: int, layer: Layer) -> dict[str, Any]:
+        described: dict[str, Any] = {"activation": layer.activation}
+        described["weight"] = self._tensor(f"layers[{index}].weight", layer.weight)
+        if layer.bias is not None:
+            described["bias"] = self._tensor(f"layers[{index}].bias", layer.bias)
+        return described
+
+    def _tensor(self, name: str, operand: Operand) -> dict[str, Any]:
+        if isinstance(operand, RemoteTensor):
+            return {"tensor": operand.handle}
+        if isinstance(operand, TensorView):
+            source = {"tensor": operand.tensor.handle, "offset": operand.offset}
+            return {**source, **_template_of(operand)}
+        tensor, block = _described(name, np.asarray(operand))
+        tensor["payload"] = len(self.payloads)
+        self.payloads.append(byte_view(block))
+        return tensor
+
+
+class Results:
+    """What an operation gave."""
+
+    def __init__(self, channel: Channel, answer: Answer) -> None:
+        self._channel = channel
+        self.header, self._payloads = answer
+
+    def tensor(self, name: str, placement: Placement | None = None) -> Array | RemoteTensor:
+        """A result by its name."""
+        return self.read(self.header[name], placement)
+
+    def gradients(
+        self, tensors: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> LinearGradients:
+        return LinearGradients(
+            **{name: self.read(tensor, placements.get(name)) for name, tensor in tensors.items()}
+        )
+
+    def layers(self, placements: Sequence[Mapping[str, Placement]]) -> tuple[LinearGradients, ...]:
+        tensors = self.header["layers"]
+        return tuple(map(self.gradients, tensors, placements or [{}] * len(tensors)))
+
+    def tape(self) -> Tape:
+        return Tape(self._channel, self.header["tape"]["tensor"], owned=True)
+
+    def read(
+        self, tensor: Mapping[str, Any], placement: Placement | None = None
+    ) -> Array | RemoteTensor:
+        """A tensor of the header; the caller's own object if it was placed into one."""
+        if isinstance(placement, Accumulate):
+            return placement.tensor
+        if isinstance(placement, RemoteTensor):
+            return placement
+        if "tensor" in tensor:
+            return RemoteTensor(self._channel, tensor)
+        return to_array(tensor, self._payloads)
+
+
+def placed(placements: Mapping[str, Placement | None]) -> dict[str, object]:
+    """Placements as the header says them."""
+    return {name: _placement(where) for name, where in placements.items() if where is not None}
+
+
+def template(value: object, name: str = "operand") -> object:
+    """A header to come with its tensors described but not named, for planning ahead."""
+    if isinstance(value, np.ndarray):
+        return _described(name, value)[0]
+    if isinstance(value, RemoteTensor):
+        return {"kind": value.kind, **_template_of(value[()])}
+    if isinstance(value, TensorView):
+        return _template_of(value)
+    if isinstance(value, Layer):
+        return template({key: field for key, field in vars(value).items() if field is not None})
+    if isinstance(value, Mapping):
+        return {key: template(field, key) for key, field in value.items()}
+    return [template(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _template_of(view: TensorView) -> dict[str, Any]:
+    return {"dtype": view.tensor.dtype.name, "shape": view.shape, "strides": view.strides}
+
+
+def _described(name: str, array: Array) -> tuple[dict[str, Any], Array]:
+    tensor, block = describe(array, name)
+    if name.endswith("aux"):
+        tensor["kind"] = _aux_kind(name, block)
+    return tensor, block
+
+
+def _aux_kind(name: str, aux: Array) -> str:
+    if name in ("relu_aux", "gelu_aux"):
+        return name
+    return "relu_aux" if aux.dtype == np.uint8 else "gelu_aux"
+
+
+def _placement(placement: Placement) -> object:
+    if isinstance(placement, RemoteTensor):
+        return {"tensor": placement.handle}
+    if isinstance(placement, Accumulate):
+        return {
+            "tensor": placement.tensor.handle,
+            "alpha": placement.alpha,
+            "beta": placement.beta,
+        }
+    return "payload" if placement == "array" else placement

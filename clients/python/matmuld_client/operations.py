@@ -1,0 +1,144 @@
+"""The words of the operations: operands, placements, options, results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypedDict
+
+from ._payloads import Array
+from .tensors import RemoteTensor
+from .views import TensorView
+
+Operand: TypeAlias = Array | RemoteTensor | TensorView
+"""A NumPy array, which is sent, or what the service holds already."""
+
+Activation: TypeAlias = Literal["none", "relu", "gelu"]
+Gradient: TypeAlias = Literal["dx", "dweight", "dbias"]
+Place: TypeAlias = Literal["array", "tensor"]
+"""Of a result: returned as a NumPy array, or left in the service as a new RemoteTensor."""
+
+PlainEpilog: TypeAlias = Literal[
+    "RELU", "GELU", "BIAS", "RELU_BIAS", "GELU_BIAS", "DRELU", "DGELU"
+]  # fmt: skip
+AuxEpilog: TypeAlias = Literal[
+    "RELU_AUX",
+    "RELU_AUX_BIAS",
+    "GELU_AUX",
+    "GELU_AUX_BIAS",
+    "DRELU_BGRAD",
+    "DGELU_BGRAD",
+    "BGRADA",
+    "BGRADB",
+]
+ComputeType: TypeAlias = Literal[
+    "COMPUTE_16F",
+    "COMPUTE_16F_PEDANTIC",
+    "COMPUTE_32F",
+    "COMPUTE_32F_PEDANTIC",
+    "COMPUTE_32F_FAST_16F",
+    "COMPUTE_32F_FAST_16BF",
+    "COMPUTE_32F_FAST_TF32",
+    "COMPUTE_64F",
+    "COMPUTE_64F_PEDANTIC",
+]
+
+
+class Options(TypedDict, total=False):
+    """How a product is computed; each is the planner's default if left out.
+
+    Keys:
+        compute_type: of cuBLASLt; "COMPUTE_32F_FAST_TF32" uses TF32 for float32 operands.
+        result_type: "float32" for float16 and bfloat16 operands: the dtype of result and bias.
+        fast_accumulation: trade accuracy for speed where the device can.
+        sm_count_target: multiprocessors to plan for.
+        reduction_scheme_mask: of cuBLASLt; 0 gives reproducible sums.
+        numerical_impl_mask: of cuBLASLt.
+    """
+
+    compute_type: ComputeType
+    result_type: str
+    fast_accumulation: bool
+    sm_count_target: int
+    reduction_scheme_mask: int
+    numerical_impl_mask: int
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Placement of a gradient: the tensor becomes ``alpha * gradient + beta * tensor``.
+
+    On a gradient's tensor the defaults accumulate. On a weight, ``alpha=-lr`` is a step of SGD.
+
+    Attributes:
+        tensor: of the gradient's shape and dtype.
+        alpha: factor of the gradient.
+        beta: factor of what the tensor held.
+    """
+
+    tensor: RemoteTensor
+    alpha: float = 1.0
+    beta: float = 1.0
+
+
+Placement: TypeAlias = Place | RemoteTensor | Accumulate
+"""Where a result goes: see `Place`; into a tensor, whose contents it replaces; or accumulated."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of `Client.mlp`: ``activation(x @ weight.T + bias)``.
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,).
+        activation: "none", "relu" or "gelu".
+    """
+
+    weight: Operand
+    bias: Operand | None = None
+    activation: Activation = "none"
+
+
+@dataclass(frozen=True)
+class LinearGradients:
+    """Gradients of a linear layer; None if it was not asked for.
+
+    Attributes:
+        dx: by the input, (..., batch, in).
+        dweight: by the weight, (out, in).
+        dbias: by the bias, (out,).
+        input_dbias: by the bias of the layer that produced the input, (in,).
+    """
+
+    dx: Array | RemoteTensor | None = None
+    dweight: Array | RemoteTensor | None = None
+    dbias: Array | RemoteTensor | None = None
+    input_dbias: Array | RemoteTensor | None = None
+
+
+@dataclass(frozen=True)
+class MLPGradients:
+    """Gradients of a stack of layers.
+
+    Attributes:
+        dx: by the input, (..., batch, in); None if it was not asked for.
+        layers: dweight and dbias of each layer, the first layer first.
+    """
+
+    dx: Array | RemoteTensor | None
+    layers: tuple[LinearGradients, ...]
+
+
+def wanted(
+    wants: Iterable[Gradient] | None, weight: Operand | None, x: Operand | None
+) -> list[Gradient]:
+    """The gradients of a backward pass: those asked for, or all that its operands allow."""
+    if wants is not None:
+        return list(wants)
+    possible: dict[Gradient, bool] = {
+        "dx": weight is not None,
+        "dweight": x is not None,
+        "dbias": True,
+    }
+    return [name for name, given in possible.items() if given]

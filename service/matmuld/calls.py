@@ -1,0 +1,236 @@
+"""One request at work: its operands, its products, and the delivery of its results."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from matmuld_client.errors import InvalidOperands
+from matmuld_client.wire import DTYPE_NAMES, is_row_major
+
+from .engine.epilogs import Epilog
+from .engine.protocol import Array, Engine, Operands
+from .engine.signature import Options, Signature
+from .memory.tensors import Kind, Resident, TensorStore
+from .operands import Inputs
+from .pool import PlanPool
+from .schemas import Into, Placement
+
+Results = dict[str, "Result | list[Results]"]
+"""The results of an operation by name; a stack's layers are a list of such maps."""
+
+
+Reply = tuple[dict[str, Any], list[np.ndarray[Any, Any]]]
+"""The header of a reply, and the arrays of its payloads, on the host."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds that a request spent, by phase."""
+
+    queue: float = 0.0
+    plan: float = 0.0
+    compute: float = 0.0
+    copy: float = 0.0
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What all requests share."""
+
+    engine: Engine
+    pool: PlanPool
+    store: TensorStore
+
+
+@dataclass(slots=True)
+class Result:
+    """An output on the device, and where it is to go."""
+
+    value: Array
+    placement: Placement = "payload"
+    kind: Kind = "tensor"
+    rows: int | None = None
+    weight: str | None = None
+    target: Resident | None = None
+
+
+@dataclass(slots=True)
+class TapeResult:
+    """A tape to hold."""
+
+    value: Any
+    nbytes: int
+
+
+class Call:
+    """A request of one tenant."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tenant: str,
+        payloads: Sequence[memoryview] = (),
+        *,
+        sourceless: bool = False,
+    ) -> None:
+        self.engine = runtime.engine
+        self.store = runtime.store
+        self.tenant = tenant
+        self.timing = Timing()
+        self.inputs = Inputs(runtime.engine, runtime.store, tenant, payloads, sourceless=sourceless)
+        self._pool = runtime.pool
+
+    async def run(self, operands: Operands, epilog: Epilog, options: Options) -> None:
+        """Start ``d = epilog(alpha · a @ b + beta · c)``; planned first if it must be. Raises
+        OutOfMemory.
+        """
+        began = perf_counter()
+        signature = Signature.of(operands, epilog, options, self.engine.alignment)
+        async with self._pool.lease(signature, operands) as plan:
+            planned = perf_counter()
+            await self.engine.run(signature, plan, operands)
+        done = perf_counter()
+        self.timing.plan += planned - began
+        self.timing.compute += done - planned
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        return self.engine.empty(shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        array = self.engine.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def target(
+        self, name: str, placement: Placement, shape: Sequence[int], dtype: np.dtype[Any]
+    ) -> Resident | None:
+        """The tensor that an output of `shape` and `dtype` replaces, if it does.
+
+        Raises:
+            InvalidOperands: the tensor does not look like the output, or is none to write to.
+        """
+        if not isinstance(placement, Into):
+            return None
+        resident = self.store.get(self.tenant, placement.tensor, name)
+        if resident.kind != "tensor":
+            raise InvalidOperands(
+                f"{name}: expected a tensor to write to, {placement.tensor} is a {resident.kind}",
+                operand=name,
+            )
+        expected, held = (tuple(shape), dtype), (resident.value.shape, resident.value.dtype)
+        if expected != held:
+            raise InvalidOperands(
+                f"outputs.{name}: expected a tensor {_looks(*expected)}, "
+                f"{placement.tensor} is {_looks(*held)}",
+                operand=name,
+            )
+        return resident
+
+    @asynccontextmanager
+    async def writing(self, targets: Sequence[Resident | None]) -> AsyncIterator[None]:
+        """Keep other writers from `targets`; in one order for all, so that nobody waits in a
+        circle.
+        """
+        given = [t for t in targets if t is not None]
+        distinct = {t.handle: t for t in given}
+        if len(distinct) < len(given):
+            raise InvalidOperands(
+                "outputs: expected each output in a tensor of its own, got one tensor for two",
+                operand="outputs",
+            )
+        held: list[Resident] = []
+        try:
+            for handle in sorted(distinct):
+                await distinct[handle].lock.acquire()
+                held.append(distinct[handle])
+            yield
+        finally:
+            for resident in held:
+                resident.lock.release()
+
+    async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
+        """Put every result in its place: all of them or, if anything fails, none."""
+        leaves = list(_leaves(results))
+        began = perf_counter()
+        fetched = [leaf for leaf in leaves if leaf.placement == "payload"]
+        if fetched:
+            payloads = await self.engine.download([leaf.value for leaf in fetched])
+        else:
+            payloads = []
+            await self.engine.synchronize()
+        self._check_places(leaves, tape)
+        header = self._header(results, iter(range(len(fetched))))
+        if tape is not None:
+            held = self.store.add(self.tenant, tape.value, kind="tape", nbytes=tape.nbytes)
+            header["tape"] = {"tensor": held.handle, "kind": "tape"}
+        self.timing.copy += perf_counter() - began
+        return header, payloads
+
+    def _check_places(self, leaves: Sequence[Result], tape: TapeResult | None) -> None:
+        """Raise unless every result can be placed; nothing runs between this and the placing."""
+        kept = [leaf for leaf in leaves if leaf.placement == "tensor"]
+        more = sum(leaf.value.nbytes for leaf in kept) + (tape.nbytes if tape else 0)
+        if more:
+            self.store.check(self.tenant, more)
+        for leaf in leaves:
+            if leaf.target is not None:
+                self.store.get(self.tenant, leaf.target.handle)
+
+    def _header(self, results: Results, payloads: Iterator[int]) -> dict[str, Any]:
+        header: dict[str, Any] = {}
+        for name, result in results.items():
+            if isinstance(result, list):
+                header[name] = [self._header(part, payloads) for part in result]
+            else:
+                header[name] = self._place(result, payloads)
+        return header
+
+    def _place(self, result: Result, payloads: Iterator[int]) -> dict[str, Any]:
+        described = describe(result.value)
+        if result.placement == "payload":
+            described["payload"] = next(payloads)
+            if result.kind != "tensor":
+                described["kind"] = result.kind
+            return described
+        if result.placement == "tensor":
+            resident = self.store.add(
+                self.tenant,
+                result.value,
+                kind=result.kind,
+                rows=result.rows,
+                weight=result.weight,
+            )
+        else:
+            assert result.target is not None
+            resident = result.target
+            self.store.replace(resident, result.value)
+        return {**described, "tensor": resident.handle, "kind": resident.kind}
+
+
+def _leaves(results: Results) -> Iterator[Result]:
+    for result in results.values():
+        if isinstance(result, list):
+            for part in result:
+                yield from _leaves(part)
+        else:
+            yield result
+
+
+def _looks(shape: Sequence[int], dtype: np.dtype[Any]) -> str:
+    return f"{list(shape)} of {dtype.name}"
+
+
+def describe(array: Array) -> dict[str, Any]:
+    """A tensor of a reply's header, without its source."""
+    shape = list(array.shape)
+    described: dict[str, Any] = {"dtype": DTYPE_NAMES[array.dtype], "shape": shape}
+    if not array.flags.c_contiguous:
+        strides = [stride // array.itemsize for stride in array.strides]
+        if not is_row_major(shape, strides):
+            described["strides"] = strides
+    return described

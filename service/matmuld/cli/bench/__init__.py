@@ -1,0 +1,21 @@
+"""`matmuld bench`: what requests cost here, beside what they cannot cost less than."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+from pydantic_settings import CliSubCommand, get_subcommand
+
+from .http import HttpBench
+
+
+class Bench(BaseModel):
+    """Measure the service on this machine."""
+
+    http: CliSubCommand[HttpBench] = Field(
+        description="latency of small requests over TCP and a unix socket, beside bare echoes"
+    )
+
+    def run(self) -> int:
+        command = get_subcommand(self, cli_exit_on_error=False)
+        assert isinstance(command, HttpBench)
+        return command.run()

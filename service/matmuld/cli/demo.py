@@ -1,0 +1,3 @@
+from pydantic import BaseModel
+class Demo(BaseModel):
+    def run(self)->int: return 0

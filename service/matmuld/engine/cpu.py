@@ -1,0 +1,193 @@
+"""The NumPy engine: the embedded default, and what CI tests.
+
+16-bit types are computed in float32 and rounded once, in buffers that the plan keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from matmuld_client.errors import OutOfMemory
+
+from . import elementwise
+from .epilogs import TABLE
+from .protocol import Array, Operands, Plan
+from .signature import Signature
+
+T = TypeVar("T")
+
+ALIGNMENT = 64
+INLINE_WORK = 1 << 24
+"""Operations that are cheaper done on the event loop than handed to a thread: about 0.5 ms of one
+core.
+"""
+INLINE_BYTES = 1 << 18
+
+
+class CpuPlan:
+    """A product in NumPy, in the orientation of D, with scratch space for 16-bit types."""
+
+    path = "numpy"
+
+    def __init__(self, signature: Signature) -> None:
+        d = signature.d
+        self._epilog = signature.epilog
+        self._column_major = d.strides[-2] == 1 and d.shape[-1] > 1
+        result = np.dtype(d.dtype)
+        self._compute = elementwise.accumulator_dtype(result)
+        self._a = self._b = self._product = None
+        if signature.a.dtype != self._compute.name:
+            self._a = np.empty(signature.a.shape, self._compute)
+            self._b = np.empty(signature.b.shape, self._compute)
+        if result != self._compute:
+            shape = (*d.shape[:-2], d.shape[-1], d.shape[-2]) if self._column_major else d.shape
+            product = np.empty(shape, self._compute)
+            self._product = elementwise.swap(product) if self._column_major else product
+        self.nbytes = sum(x.nbytes for x in (self._a, self._b, self._product) if x is not None)
+        self._plain = TABLE[self._epilog] == TABLE[self._epilog.NONE]
+
+    def run(self, operands: Operands) -> None:
+        o = operands
+        a, b, product = o.a, o.b, o.d if self._product is None else self._product
+        with np.errstate(all="ignore"):
+            if self._a is not None and self._b is not None:
+                np.copyto(self._a, a, casting="unsafe")
+                np.copyto(self._b, b, casting="unsafe")
+                a, b = self._a, self._b
+            if self._column_major:
+                np.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out=product.swapaxes(-1, -2))
+            else:
+                np.matmul(a, b, out=product)
+            if o.alpha != 1.0:
+                product *= product.dtype.type(o.alpha)
+            if self._plain and o.c is None and product is o.d:
+                return
+            elementwise.finish(np, self._epilog, product, o)
+
+    def close(self) -> None:
+        self._a = self._b = self._product = None
+
+
+class CpuEngine:
+    """Arrays in host memory, at most `limit` bytes of them."""
+
+    name = "cpu"
+    xp = np
+    alignment = ALIGNMENT
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit or int(physical_memory() * 0.8)
+        self._used = 0
+        self._blocks: dict[int, weakref.ref[Any]] = {}
+        self._ledger = threading.RLock()
+        self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matmuld-cpu")
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": self.name, "numpy": np.__version__, "cores": os.cpu_count()}
+
+    def memory(self) -> tuple[int, int]:
+        return max(self._limit - self._used, 0), self._limit
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        count = 1
+        for extent in shape:
+            count *= extent
+        nbytes = count * dtype.itemsize
+        free, limit = self.memory()
+        if nbytes > free:
+            raise OutOfMemory(f"{nbytes} bytes are needed, {free} of {limit} are free")
+        try:
+            block = np.empty(nbytes + ALIGNMENT, np.uint8)
+        except MemoryError:
+            raise OutOfMemory(f"the host has no {nbytes} bytes left") from None
+        self._track(block, nbytes)
+        start = -block.__array_interface__["data"][0] % ALIGNMENT
+        return np.ndarray(shape, dtype, buffer=block, offset=start)
+
+    def _track(self, block: Array, nbytes: int) -> None:
+        """Count a block until it is collected, which may be on any thread."""
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            with self._ledger:
+                del self._blocks[id(reference)]
+                self._used -= nbytes
+
+        reference = weakref.ref(block, forget)
+        with self._ledger:
+            self._blocks[id(reference)] = reference
+            self._used += nbytes
+
+    def view(
+        self, array: Array, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+    ) -> Array:
+        itemsize = array.itemsize
+        steps = [stride * itemsize for stride in strides]
+        return np.ndarray(shape, array.dtype, array, offset * itemsize, steps)
+
+    async def plan(self, signature: Signature, operands: Operands) -> Plan:
+        try:
+            return CpuPlan(signature)
+        except MemoryError:
+            raise OutOfMemory("the host has no memory left for the plan's buffers") from None
+
+    async def run(self, signature: Signature, plan: Plan, operands: Operands) -> None:
+        if signature.flops + 4 * plan.nbytes <= INLINE_WORK:
+            plan.run(operands)
+        else:
+            await self._in_thread(plan.run, operands)
+
+    async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
+        if nbytes <= INLINE_BYTES:
+            with np.errstate(all="ignore"):
+                return function(*args)
+        return await self._in_thread(_quietly, function, *args)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def upload(self, source: np.ndarray[Any, Any]) -> Array:
+        target = self.empty(source.shape, source.dtype)
+        await self.call(source.nbytes, np.copyto, target, source)
+        return target
+
+    async def write(self, target: Array, offset: int, data: memoryview) -> None:
+        flat = target.reshape(-1).view(np.uint8)
+        flat[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    async def download(self, arrays: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
+        return list(arrays)
+
+    async def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        for start in range(0, len(flat), nbytes):
+            yield flat[start : start + nbytes]
+
+    async def synchronize(self) -> None:
+        return None
+
+    async def trim(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def _quietly(function: Callable[..., T], *args: Any) -> T:
+    with np.errstate(all="ignore"):
+        return function(*args)
+
+
+def physical_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its control group's."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return machine if text == "max" else min(machine, int(text))

@@ -1,0 +1,219 @@
+"""Planned products of cuBLASLt: planned by nvmath's `Matmul`, launched by its binding.
+
+`Matmul.execute` allocates D and the auxiliary outputs and records an event on each call; the
+binding on the planned object's descriptors takes any output pointers and costs a fifth of the host
+time. The attributes used here are not documented, so nvmath-python is pinned to one version. The
+only module that imports nvmath.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import cupy
+import nvmath
+from nvmath.bindings import cublasLt as cublaslt
+from nvmath.linalg.advanced import (
+    Matmul,
+    MatmulEpilog,
+    MatmulNumericalImplFlags,
+    MatmulOptions,
+    MatmulPlanPreferences,
+)
+
+from .epilogs import TABLE, Epilog
+from .protocol import Operands
+from .signature import Options, Signature
+
+NVMATH_VERSION = "1.0.0"
+ALIGNMENT = 256
+CANDIDATES = 4
+"""Algorithms asked of the heuristic; the first that really runs is kept."""
+HOST_BYTES = 32 << 10
+"""Host memory of one planned Matmul, about."""
+
+_QUIET = logging.getLogger("matmuld.nvmath")
+_QUIET.setLevel(logging.ERROR)
+
+
+class Unsupported(Exception):
+    """cuBLASLt has no algorithm for this product as it lies."""
+
+
+class Launcher:
+    """A stream to launch on, with one workspace for all products on it."""
+
+    def __init__(self, handle: int, stream: Any, workspace_bytes: int) -> None:
+        self.handle = handle
+        self.stream = stream
+        self.workspace_bytes = workspace_bytes
+        self._workspace = cupy.cuda.Memory(workspace_bytes)
+        self.workspace = self._workspace.ptr
+
+
+class FusedPlan:
+    """One planned `Matmul`, whose C and D have one layout."""
+
+    path = "fused"
+    nbytes = HOST_BYTES
+
+    def __init__(
+        self, signature: Signature, operands: Operands, main: Launcher, planning: Launcher
+    ) -> None:
+        """Plan on the stream of `planning`, where the candidates are also tried; runs go to `main`.
+
+        Raises:
+            Unsupported: there is no algorithm.
+        """
+        self._main = main
+        self._row = TABLE[signature.epilog]
+        try:
+            self._matmul = matmul = Matmul(
+                operands.a,
+                operands.b,
+                operands.d,
+                beta=0.0,
+                options=_options(signature, main),
+                stream=planning.stream,
+            )
+        except (ValueError, RuntimeError, cublaslt.cuBLASLtError) as error:
+            raise Unsupported(str(error)) from error
+        try:
+            matmul.plan(
+                preferences=_preferences(signature.options),
+                epilog=_epilog(signature.epilog),
+                epilog_inputs=self._epilog_inputs(operands),
+                stream=planning.stream,
+            )
+            self._bind(matmul)
+            self._algorithm = self._first_that_runs(operands, planning)
+        except (ValueError, RuntimeError, cublaslt.cuBLASLtError) as error:
+            matmul.free()
+            raise Unsupported(str(error)) from error
+        except BaseException:
+            matmul.free()
+            raise
+        matmul.release_operands()
+
+    def _epilog_inputs(self, operands: Operands) -> dict[str, Any] | None:
+        inputs = {}
+        if self._row.bias:
+            inputs["bias"] = operands.vector
+        if self._row.aux_in is not None:
+            inputs[self._row.aux_in] = operands.aux
+        return inputs or None
+
+    def _bind(self, matmul: Any) -> None:
+        self._descriptor = matmul.mm_desc
+        self._layouts = (
+            matmul.a_layout_ptr,
+            matmul.b_layout_ptr,
+            matmul.c_layout_ptr,
+            matmul.d_layout_ptr,
+        )
+        self._alpha, self._beta = matmul.alpha, matmul.beta
+        self._scalars = matmul.alpha.ctypes.data, matmul.beta.ctypes.data
+        self._set_vector = matmul.mm_desc_ifc.set_bias_pointer_unchecked
+        self._set_aux = matmul.mm_desc_ifc.set_epilogue_aux_pointer_unchecked
+
+    def _first_that_runs(self, operands: Operands, planning: Launcher) -> int:
+        """Try the candidates on the planning stream; this also loads the kernels."""
+        buffer = self._matmul.algorithms_buffer
+        for index in range(len(buffer)):
+            algorithm = buffer[index]["algo"].ctypes.data
+            if int(buffer[index]["workspace_size"].item()) > planning.workspace_bytes:
+                continue
+            try:
+                self._launch(operands, planning, algorithm)
+            except cublaslt.cuBLASLtError:
+                continue
+            planning.stream.synchronize()
+            self._algorithms = buffer
+            return int(algorithm)
+        raise RuntimeError("none of the heuristic's algorithms runs")
+
+    def run(self, operands: Operands) -> None:
+        self._launch(operands, self._main, self._algorithm)
+
+    def _launch(self, operands: Operands, on: Launcher, algorithm: int) -> None:
+        o = operands
+        self._alpha[0] = o.alpha
+        self._beta[0] = o.beta
+        if o.vector is not None:
+            self._set_vector(o.vector.data.ptr)
+        if o.aux is not None:
+            self._set_aux(o.aux.data.ptr)
+        d = o.d.data.ptr
+        a_layout, b_layout, c_layout, d_layout = self._layouts
+        cublaslt.matmul(
+            on.handle,
+            self._descriptor,
+            self._scalars[0],
+            o.a.data.ptr,
+            a_layout,
+            o.b.data.ptr,
+            b_layout,
+            self._scalars[1],
+            d if o.c is None else o.c.data.ptr,
+            c_layout,
+            d,
+            d_layout,
+            algorithm,
+            on.workspace,
+            on.workspace_bytes,
+            on.stream.ptr,
+        )
+
+    def close(self) -> None:
+        self._matmul.free()
+
+
+def check_version() -> None:
+    """Refuse another nvmath than the one whose inside this module knows."""
+    if nvmath.__version__ != NVMATH_VERSION:
+        raise RuntimeError(
+            f"matmuld needs nvmath-python {NVMATH_VERSION}, {nvmath.__version__} is installed"
+        )
+
+
+def library_version() -> int:
+    """cuBLASLt's version, such as 130100."""
+    return int(cublaslt.get_version())
+
+
+def create_handle() -> int:
+    return int(cublaslt.create())
+
+
+def destroy_handle(handle: int) -> None:
+    cublaslt.destroy(handle)
+
+
+def _options(signature: Signature, launcher: Launcher) -> MatmulOptions:
+    """Fast accumulation exists for 8-bit types only; cuBLASLt refuses it with others."""
+    options = signature.options
+    return MatmulOptions(
+        inplace=True,
+        compute_type=nvmath.linalg.ComputeType[options.compute_type],
+        sm_count_target=options.sm_count_target,
+        fast_accumulation=options.fast_accumulation and signature.a.dtype.startswith("float8"),
+        handle=launcher.handle,
+        memory_limit=launcher.workspace_bytes,
+        logger=_QUIET,
+    )
+
+
+def _preferences(options: Options) -> MatmulPlanPreferences:
+    implementations = options.numerical_impl_mask
+    return MatmulPlanPreferences(
+        reduction_scheme_mask=options.reduction_scheme_mask,
+        numerical_impl_mask=(
+            MatmulNumericalImplFlags.ALL if implementations is None else implementations
+        ),
+        limit=CANDIDATES,
+    )
+
+
+def _epilog(epilog: Epilog) -> Any:
+    return None if epilog is Epilog.NONE else MatmulEpilog[epilog.value]

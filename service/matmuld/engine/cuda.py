@@ -1,0 +1,282 @@
+"""The CUDA engine: CuPy arrays, cuBLASLt products.
+
+Everything runs on one stream in the order it was started, so that memory freed by one request is
+safe to use in the next. Products are launched on the event loop; planning and elementwise steps,
+which may compile, on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Any, TypeVar
+from uuid import UUID
+
+import cupy
+import numpy as np
+import nvmath
+from cuda.bindings import driver
+from matmuld_client.errors import Internal, OutOfMemory
+
+from . import cublaslt, elementwise
+from .cublaslt import FusedPlan, Launcher, Unsupported
+from .epilogs import TABLE, Epilog
+from .protocol import Array, Operands, Plan
+from .signature import Layout, Options, Signature
+from .split import SplitPlan, StagedPlan, accumulator, is_column_major, staged
+
+T = TypeVar("T")
+
+WORKSPACE_BYTES = 32 << 20
+"""NVIDIA's advice for Hopper; a fixed size keeps the choice of algorithm from depending on free
+memory.
+"""
+SAFE_ALIGNMENT = 16
+"""Bytes; below, cuBLASLt has no algorithm for some types."""
+INLINE_BYTES = 1 << 18
+SPIN_SECONDS = 0.002
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+
+
+class CudaEngine:
+    """Arrays on one GPU. Construct it on the event loop's thread."""
+
+    xp = cupy
+    alignment = cublaslt.ALIGNMENT
+
+    def __init__(self, ordinal: int) -> None:
+        cublaslt.check_version()
+        self.name = f"cuda:{ordinal}"
+        self._device = cupy.cuda.Device(ordinal)
+        self._device.use()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream.use()
+        self._handle = cublaslt.create_handle()
+        self._main = Launcher(self._handle, self._stream, WORKSPACE_BYTES)
+        planning = cupy.cuda.Stream(non_blocking=True)
+        self._planning = Launcher(self._handle, planning, WORKSPACE_BYTES)
+        self._planner = self._thread("plan", planning)
+        self._worker = self._thread("work", self._stream)
+        self._events: list[Any] = []
+
+    def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
+        def bind() -> None:
+            self._device.use()
+            stream.use()
+
+        return ThreadPoolExecutor(1, f"matmuld-{name}", initializer=bind)
+
+    def describe(self) -> dict[str, Any]:
+        ordinal = self._device.id
+        properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+        return {
+            "device": self.name,
+            "gpu": properties["name"].decode(),
+            "uuid": _uuid(ordinal),
+            "compute_capability": f"{properties['major']}.{properties['minor']}",
+            "multiprocessors": properties["multiProcessorCount"],
+            "driver": cupy.cuda.runtime.driverGetVersion(),
+            "runtime": cupy.cuda.runtime.runtimeGetVersion(),
+            "cublaslt": cublaslt.library_version(),
+            "cupy": cupy.__version__,
+            "nvmath": nvmath.__version__,
+        }
+
+    def memory(self) -> tuple[int, int]:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return free + cupy.get_default_memory_pool().free_bytes(), total
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        try:
+            return cupy.empty(tuple(shape), dtype)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise OutOfMemory(f"the GPU's memory does not suffice: {error}") from None
+
+    def view(
+        self, array: Array, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+    ) -> Array:
+        itemsize = array.itemsize
+        steps = [stride * itemsize for stride in strides]
+        return cupy.ndarray(shape, array.dtype, array.data + offset * itemsize, steps)
+
+    async def plan(self, signature: Signature, operands: Operands) -> Plan:
+        ready = cupy.cuda.Event(disable_timing=True)
+        ready.record(self._stream)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._planner, self._plan, signature, operands, ready)
+
+    def _plan(self, signature: Signature, operands: Operands, ready: Any) -> Plan:
+        """Memory given back by earlier work may be tried on only after that work: hence `ready`."""
+        self._planning.stream.wait_event(ready)
+        try:
+            return self._choose(signature, operands)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise OutOfMemory(f"the GPU's memory does not suffice to plan: {error}") from None
+        except Unsupported as error:
+            raise Internal(f"cuBLASLt refuses {signature.describe()}: {error}") from error
+
+    def _choose(self, signature: Signature, operands: Operands) -> Plan:
+        """Fused if cuBLASLt can; else with its inputs staged; else split. The plain product must
+        do.
+        """
+        if _unfusable(signature):
+            return SplitPlan(cupy, signature.epilog, self._plain(signature.options, operands))
+        unreadable, awkward = _to_stage(signature)
+        if not unreadable:
+            try:
+                return self._fused(signature, operands)
+            except Unsupported:
+                if not awkward and signature.epilog is Epilog.NONE and signature.c is None:
+                    raise
+        if unreadable or awkward:
+            names = unreadable + awkward
+            copies = staged(cupy, operands, names)
+            dense = self._signature(copies, signature.epilog, signature.options)
+            try:
+                return StagedPlan(cupy, self._fused(dense, copies), names)
+            except Unsupported:
+                if signature.epilog is Epilog.NONE and signature.c is None:
+                    raise
+        return SplitPlan(cupy, signature.epilog, self._plain(signature.options, operands))
+
+    def _plain(self, options: Options, operands: Operands) -> Plan:
+        """The product alone, into the accumulator's type, which COMPUTE_16F cannot write."""
+        if options.compute_type.startswith("COMPUTE_16F"):
+            options = options._replace(compute_type="COMPUTE_32F")
+        plain = Operands(operands.a, operands.b, accumulator(cupy, operands.d))
+        return self._choose(self._signature(plain, Epilog.NONE, options), plain)
+
+    def _signature(self, operands: Operands, epilog: Epilog, options: Options) -> Signature:
+        return Signature.of(operands, epilog, options, self.alignment)
+
+    def _fused(self, signature: Signature, operands: Operands) -> Plan:
+        return FusedPlan(signature, operands, self._main, self._planning)
+
+    async def run(self, signature: Signature, plan: Plan, operands: Operands) -> None:
+        plan.run(operands)
+
+    async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, function, *args)
+
+    async def upload(self, source: np.ndarray[Any, Any]) -> Array:
+        target = self.empty(source.shape, source.dtype)
+        if source.nbytes <= INLINE_BYTES:
+            self._copy_in(target.data.ptr, source)
+        else:
+            await self.call(source.nbytes, self._copy_in, target.data.ptr, source)
+        return target
+
+    def _copy_in(self, address: int, source: np.ndarray[Any, Any]) -> None:
+        """Pageable memory: the driver has taken the bytes when this returns."""
+        cupy.cuda.runtime.memcpyAsync(
+            address,
+            source.__array_interface__["data"][0],
+            source.nbytes,
+            _HOST_TO_DEVICE,
+            self._stream.ptr,
+        )
+
+    async def write(self, target: Array, offset: int, data: memoryview) -> None:
+        self._copy_in(target.data.ptr + offset, np.frombuffer(data, np.uint8))
+
+    async def download(self, arrays: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
+        copies = [self._copy_out(array) for array in arrays]
+        await self.synchronize()
+        return copies
+
+    def _copy_out(self, array: Array) -> np.ndarray[Any, Any]:
+        swapped = array.ndim > 1 and not array.flags.c_contiguous and is_column_major(array)
+        source = cupy.ascontiguousarray(elementwise.swap(array) if swapped else array)
+        pinned = cupy.cuda.alloc_pinned_memory(max(source.nbytes, 1))
+        copy = np.frombuffer(pinned, np.uint8, source.nbytes)
+        cupy.cuda.runtime.memcpyAsync(
+            pinned.ptr, source.data.ptr, source.nbytes, _DEVICE_TO_HOST, self._stream.ptr
+        )
+        shaped: np.ndarray[Any, Any] = copy.view(source.dtype).reshape(source.shape)
+        return shaped.swapaxes(-1, -2) if swapped else shaped
+
+    async def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
+        flat = cupy.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, flat.nbytes, nbytes):
+            (part,) = await self.download([flat[start : start + nbytes]])
+            yield part.data
+
+    async def synchronize(self) -> None:
+        event = self._events.pop() if self._events else cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        began = perf_counter()
+        while not event.done:
+            await asyncio.sleep(0 if perf_counter() - began < SPIN_SECONDS else SPIN_SECONDS / 4)
+        self._events.append(event)
+
+    async def trim(self) -> None:
+        await self.call(0, cupy.get_default_memory_pool().free_all_blocks)
+
+    def close(self) -> None:
+        self._planner.shutdown()
+        self._worker.shutdown()
+        self._stream.synchronize()
+        cublaslt.destroy_handle(self._handle)
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _unfusable(signature: Signature) -> bool:
+    """Whether the epilog must not be left to cuBLASLt for this product.
+
+    K = 1 with a D… epilog and a vector of one element for BGRADA and BGRADB are not supported, or
+    faulted in some versions; the tanh inside GELU is good to 2.6e-10 only (H200, cuBLASLt 13.1),
+    which is no float64.
+    """
+    row, d = TABLE[signature.epilog], signature.d
+    if row.aux_in is not None and signature.a.shape[-1] == 1:
+        return True
+    if (row.gradient == "a" and d.shape[-2] == 1) or (row.gradient == "b" and d.shape[-1] == 1):
+        return True
+    return d.dtype == "float64" and (row.activation == "gelu" or row.aux == "gelu_aux")
+
+
+def _to_stage(signature: Signature) -> tuple[list[str], list[str]]:
+    """Inputs that cuBLASLt cannot read as they lie, and those that it may refuse for their
+    alignment.
+    """
+    row = TABLE[signature.epilog]
+    unreadable = [name for name in ("a", "b") if not _has_unit_stride(getattr(signature, name))]
+    if signature.c is not None and signature.c != signature.d:
+        unreadable.append("c")
+    if row.bias and not _is_dense_column(signature.vector):
+        unreadable.append("vector")
+    if row.aux_in is not None and not _is_dense_column(signature.aux):
+        unreadable.append("aux")
+    inputs = ["a", "b", *(["vector"] if row.bias else []), *(["aux"] if row.aux_in else [])]
+    awkward = [
+        name
+        for name in inputs
+        if name not in unreadable and getattr(signature, name).alignment < SAFE_ALIGNMENT
+    ]
+    return unreadable, awkward
+
+
+def _has_unit_stride(layout: Layout) -> bool:
+    return 1 in layout.strides[-2:] and all(stride > 0 for stride in layout.strides[-2:])
+
+
+def _is_dense_column(layout: Layout | None) -> bool:
+    """Whether a vector or column-major matrix, or a batch of them, has no gaps."""
+    assert layout is not None
+    expected = 1
+    shape, strides = layout.shape, layout.strides
+    axes = [0] if len(shape) == 1 else [len(shape) - 2, len(shape) - 1, *range(len(shape) - 2)]
+    for axis in axes:
+        if shape[axis] != 1 and strides[axis] != expected:
+            return False
+        expected *= shape[axis]
+    return True
+
+
+def _uuid(ordinal: int) -> str:
+    """The UUID of a GPU as nvidia-smi prints it."""
+    status, uuid = driver.cuDeviceGetUuid(ordinal)
+    return f"GPU-{UUID(bytes=bytes(uuid.bytes))}" if not status.value else "unknown"

@@ -1,0 +1,130 @@
+"""The seam between matmuld and a device: what an engine must be.
+
+Arrays are the engine's own (`numpy.ndarray`, `cupy.ndarray`); nothing above this package looks
+inside them beyond what the two have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .signature import Signature
+
+Array = Any
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Operands:
+    """The operands of one product, ``d = epilog(alpha · a @ b + beta · c)``, 2-D or with one batch
+    dimension.
+
+    c has the layout of d; without c, beta is 0. `vector` is the bias (read) or the bias gradient
+    (written), `aux` the auxiliary data (read or written): see `epilogs.TABLE`.
+    """
+
+    a: Array
+    b: Array
+    d: Array
+    c: Array | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    vector: Array | None = None
+    aux: Array | None = None
+
+
+class Plan(Protocol):
+    """A prepared product. Exclusive: one run at a time."""
+
+    @property
+    def path(self) -> str:
+        """How the product is carried out.
+
+        `numpy`; `fused` by cuBLASLt, or `split` into a plain product and elementwise passes;
+        `staged` if inputs are first copied into a layout that cuBLASLt can read.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the plan holds, host and device."""
+
+    def run(self, operands: Operands) -> None:
+        """Carry the product out, in the order of calls; may return before it is done."""
+
+    def close(self) -> None:
+        """Free what the plan holds."""
+
+
+class Engine(Protocol):
+    """A device that holds arrays and plans products. For the event loop's thread alone."""
+
+    @property
+    def name(self) -> str:
+        """`cpu`, or `cuda:N`."""
+
+    @property
+    def xp(self) -> Any:
+        """The array module: numpy or cupy."""
+
+    @property
+    def alignment(self) -> int:
+        """Bytes; the cap of alignment classes, and what every array from `empty` is aligned to."""
+
+    def describe(self) -> dict[str, Any]:
+        """The device and the versions of the libraries in use."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that arrays may still take, and bytes in all."""
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """A row-major array. Raises OutOfMemory."""
+
+    def view(
+        self, array: Array, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+    ) -> Array:
+        """A view into a row-major array; strides and offset in elements. The caller has checked the
+        bounds.
+        """
+
+    async def plan(self, signature: Signature, operands: Operands) -> Plan:
+        """Prepare a product, on a thread where that is slow. The outputs among `operands` may be
+        overwritten.
+
+        Raises OutOfMemory. A valid product never fails otherwise.
+        """
+
+    async def run(self, signature: Signature, plan: Plan, operands: Operands) -> None:
+        """Run a plan without blocking the event loop for longer than a small product takes."""
+
+    async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
+        """Run an elementwise step over `nbytes` bytes in the device's order, without blocking the
+        event loop.
+        """
+
+    async def upload(self, source: np.ndarray[Any, Any]) -> Array:
+        """A row-major copy of host memory in the device. Raises OutOfMemory."""
+
+    async def write(self, target: Array, offset: int, data: memoryview) -> None:
+        """Copy bytes into a row-major array, from byte `offset` on."""
+
+    async def download(self, arrays: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
+        """Host copies of arrays (row- or column-major), complete on return; on the CPU, the arrays
+        themselves.
+        """
+
+    def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
+        """The bytes of an array in row-major order, at most `nbytes` at a time."""
+
+    async def synchronize(self) -> None:
+        """Return when all that was started so far is done."""
+
+    async def trim(self) -> None:
+        """Give memory that no array uses back to the device."""
+
+    def close(self) -> None:
+        """Free the device."""

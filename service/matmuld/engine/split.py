@@ -1,0 +1,85 @@
+"""Plans around another plan, for what cuBLASLt cannot fuse or read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import elementwise
+from .epilogs import Epilog
+from .protocol import Array, Operands, Plan
+
+
+class SplitPlan:
+    """A plain product into the accumulator's type, then the epilog as elementwise passes."""
+
+    path = "split"
+
+    def __init__(self, xp: Any, epilog: Epilog, plain: Plan) -> None:
+        self._xp = xp
+        self._epilog = epilog
+        self._plain = plain
+        self.nbytes = plain.nbytes
+        if plain.path != "fused":
+            self.path = f"split, {plain.path}"
+
+    def run(self, operands: Operands) -> None:
+        product = accumulator(self._xp, operands.d)
+        self._plain.run(Operands(operands.a, operands.b, product, alpha=operands.alpha))
+        elementwise.finish(self._xp, self._epilog, product, operands)
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+class StagedPlan:
+    """A product some of whose inputs are first copied into dense, aligned memory."""
+
+    path = "staged"
+
+    def __init__(self, xp: Any, inner: Plan, names: Sequence[str]) -> None:
+        self._xp = xp
+        self._inner = inner
+        self._names = names
+        self.nbytes = inner.nbytes
+        if inner.path != "fused":
+            self.path = f"staged, {inner.path}"
+
+    def run(self, operands: Operands) -> None:
+        self._inner.run(staged(self._xp, operands, self._names))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def is_column_major(array: Array) -> bool:
+    """Whether consecutive elements go down a column."""
+    return bool(array.ndim > 1 and array.strides[-2] < array.strides[-1])
+
+
+def accumulator(xp: Any, d: Array) -> Array:
+    """D itself if it has the accumulator's type, else an array of that type with D's layout."""
+    dtype = elementwise.accumulator_dtype(np.dtype(d.dtype))
+    if d.dtype == dtype:
+        return d
+    if is_column_major(d):
+        return elementwise.swap(xp.empty(elementwise.swap(d).shape, dtype))
+    return xp.empty(d.shape, dtype)
+
+
+def staged(xp: Any, operands: Operands, names: Sequence[str]) -> Operands:
+    """The operands with dense copies of those named, each in its own orientation; C in the layout
+    of D.
+    """
+    copies: dict[str, Array] = {}
+    for name in names:
+        array = getattr(operands, name)
+        column_major = is_column_major(operands.d if name == "c" else array)
+        source = elementwise.swap(array) if column_major else array
+        copy = xp.empty(source.shape, source.dtype)
+        copy[...] = source
+        copies[name] = elementwise.swap(copy) if column_major else copy
+    return replace(operands, **copies)

@@ -1,0 +1,1 @@
+"""HTTP: bodies in and out, and which path means what."""

@@ -1,0 +1,58 @@
+"""Endpoints: ASGI callables that decode, run and reply; a failure becomes a problem document."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+
+from matmuld_client.errors import Internal, RequestError
+from starlette.types import Receive, Scope, Send
+
+from ..operations import OPERATIONS
+from ..service import TENANT, Service
+from .exchange import Disconnected, Exchange
+
+log = logging.getLogger("matmuld")
+
+Answer = Callable[[Service, Exchange], Awaitable[None]]
+
+
+class Endpoint:
+    """An ASGI application for one method of one path."""
+
+    def __init__(self, service: Callable[[], Service], answer: Answer) -> None:
+        self._service = service
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service()
+        exchange = Exchange(scope, receive, send, service.settings.body_limit, TENANT)
+        try:
+            await self._answer(service, exchange)
+        except RequestError as error:
+            if error.status >= 500:
+                log.error("request %s: %s: %s", exchange.request_id, error.code, error.detail)
+            await exchange.problem(error)
+        except Disconnected:
+            log.info("request %s: the client went away", exchange.request_id)
+        except Exception:
+            log.exception("request %s failed", exchange.request_id)
+            await exchange.problem(Internal("a fault of the service; its log has the request id"))
+
+
+def operation(name: str) -> Answer:
+    """The endpoint of an operation: decode, run, reply."""
+    model, run = OPERATIONS[name]
+
+    async def answer(service: Service, exchange: Exchange) -> None:
+        header, payloads = await exchange.decode(model)
+        began = perf_counter()
+        call = service.call(exchange.tenant, payloads)
+        exchange.timing = call.timing
+        reply = await run(call, header)
+        spent = call.timing.plan + call.timing.compute + call.timing.copy
+        call.timing.queue = max(perf_counter() - began - spent, 0.0)
+        await exchange.reply(*reply)
+
+    return answer

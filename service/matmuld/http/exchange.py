@@ -1,0 +1,326 @@
+"""One HTTP request and its reply: bytes to header and payloads, results or a problem to bytes.
+
+Below FastAPI's dependency layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import reprlib
+import secrets
+from base64 import b64encode
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgpack
+import numpy as np
+from matmuld_client.errors import (
+    LengthRequired,
+    Malformed,
+    RequestError,
+    TooLarge,
+    UnsupportedMediaType,
+)
+from matmuld_client.wire import JSON, MSGPACK, OCTETS, WireError, pack, unpack
+from pydantic import ValidationError
+from starlette.types import Receive, Scope, Send
+
+from ..calls import Timing
+from ..schemas import Header
+
+H = TypeVar("H", bound=Header)
+
+JOIN_BYTES = 1 << 16
+"""Replies up to this size go out in one piece."""
+
+UNION_MEMBERS = ("literal['payload','tensor']", "Into", "[key]")
+"""What pydantic adds to the place of an error."""
+WORDING = {
+    "missing": "expected, is missing",
+    "extra_forbidden": "unknown field",
+    "model_type": "expected a map",
+    "model_attributes_type": "expected a map",
+}
+DEPTHS: dict[int | str, int] = {"layers": 3, "options": 2, "outputs": 2}
+"""How many parts of a place name an operand, where it is not the first alone."""
+
+_PROCESS = secrets.token_hex(4)
+_COUNTER = itertools.count(1)
+
+
+class Disconnected(Exception):
+    """The client went away before its request was read."""
+
+
+class Exchange:
+    """A request being answered.
+
+    Attributes:
+        form: the media type of the reply, `application/msgpack` or `application/json`.
+    """
+
+    __slots__ = (
+        "_expected",
+        "_limit",
+        "_receive",
+        "_send",
+        "accept",
+        "content_type",
+        "encoding",
+        "form",
+        "length",
+        "request_id",
+        "scope",
+        "tenant",
+        "timing",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limit: int, tenant: str) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._limit = limit
+        self.tenant = tenant
+        self.timing: Timing | None = None
+        self.content_type = self.accept = self.encoding = ""
+        self.request_id = ""
+        self.length: int | None = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self.content_type = value.decode("latin-1").partition(";")[0].strip().lower()
+            elif name == b"content-length":
+                self.length = int(value)
+            elif name == b"accept":
+                self.accept = value.decode("latin-1").lower()
+            elif name == b"content-encoding":
+                self.encoding = value.decode("latin-1")
+            elif name == b"x-request-id":
+                self.request_id = _visible(value)
+        if not self.request_id:
+            self.request_id = f"{_PROCESS}-{next(_COUNTER)}"
+        packed = self.content_type == MSGPACK or (
+            self.content_type != JSON and MSGPACK in self.accept
+        )
+        self.form = MSGPACK if packed else JSON
+
+    @property
+    def path(self) -> dict[str, str]:
+        """The variable parts of the path."""
+        return dict(self.scope.get("path_params", {}))
+
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+    async def decode(self, model: type[H]) -> tuple[H, list[memoryview]]:
+        """The header as `model`, and the payloads.
+
+        Raises:
+            TooLarge, UnsupportedMediaType, Malformed: the body is not that.
+        """
+        body = await self.body()
+        payloads: list[memoryview] = []
+        try:
+            if self.content_type == MSGPACK:
+                header, payloads = unpack(body)
+            else:
+                header = json.loads(bytes(body), parse_constant=_no_constant)
+        except WireError as error:
+            raise Malformed(str(error)) from None
+        except RecursionError:
+            raise Malformed("the header is nested too deeply") from None
+        except ValueError as error:
+            raise Malformed(f"the body is not JSON: {error}") from None
+        return validated(model, header), payloads
+
+    async def body(self) -> bytes | bytearray:
+        """The whole body of a msgpack or JSON request."""
+        if self.content_type not in (MSGPACK, JSON):
+            raise UnsupportedMediaType(
+                f"expected Content-Type {MSGPACK} or {JSON}, got {self.content_type[:80]!r}"
+            )
+        self.refuse_encoding()
+        if self.length is not None and self.length > self._limit:
+            raise TooLarge(
+                f"the body has {self.length} bytes, the limit is {self._limit} (--body-limit)"
+            )
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            return bytes(message.get("body", b""))
+        if self.length is not None:
+            return await self._fill(message)
+        return await self._gather(message)
+
+    def refuse_encoding(self) -> None:
+        """Raise UnsupportedMediaType for a compressed body."""
+        if self.encoding not in ("", "identity"):
+            raise UnsupportedMediaType(f"expected no Content-Encoding, got {self.encoding[:40]!r}")
+
+    async def _fill(self, message: Any) -> bytearray:
+        """A body of known length, read into one buffer."""
+        assert self.length is not None
+        buffer = bytearray(self.length)
+        at = 0
+        async for chunk in self._chunks(message):
+            buffer[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        if at != self.length:
+            raise Malformed(f"expected {self.length} bytes (Content-Length), got {at}")
+        return buffer
+
+    async def _gather(self, message: Any) -> bytearray:
+        buffer = bytearray()
+        async for chunk in self._chunks(message):
+            buffer += chunk
+            if len(buffer) > self._limit:
+                raise TooLarge(
+                    f"the body has over {self._limit} bytes, which is the limit (--body-limit)"
+                )
+        return buffer
+
+    async def _chunks(self, message: Any = None) -> AsyncIterator[bytes]:
+        while True:
+            if message is None:
+                message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            if chunk := message.get("body"):
+                yield chunk
+            if not message.get("more_body"):
+                return
+            message = None
+
+    def stream(self, nbytes: int) -> AsyncIterator[bytes]:
+        """The chunks of a raw body that is to have `nbytes` bytes, refused if it says otherwise.
+
+        Raises:
+            LengthRequired, Malformed: the length is missing or another.
+        """
+        self.refuse_encoding()
+        if self.length is None:
+            raise LengthRequired("tensor: expected a Content-Length with a raw body, got none")
+        if self.length != nbytes:
+            raise Malformed(
+                f"tensor: expected a body of {nbytes} bytes, Content-Length is {self.length}",
+                operand="tensor",
+            )
+        return self._chunks()
+
+    async def reply(
+        self, header: dict[str, Any], arrays: Sequence[np.ndarray[Any, Any]] = (), status: int = 200
+    ) -> None:
+        """Answer with a header and payloads."""
+        payloads = [octets(array) for array in arrays]
+        if self.form == MSGPACK:
+            parts = pack(header, payloads)
+        else:
+            parts = [json.dumps(_inlined(header, payloads)).encode()]
+        await self._start(status, self.form, sum(map(len, parts)))
+        await self._write(parts)
+
+    async def problem(self, error: RequestError, extra: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Answer with a problem document."""
+        document = error.problem(self.request_id)
+        if self.form == MSGPACK:
+            body, form = msgpack.packb(document), "application/problem+msgpack"
+        else:
+            body, form = json.dumps(document).encode(), "application/problem+json"
+        await self._start(error.status, form, len(body), extra)
+        await self._write([body])
+
+    async def empty(self, status: int = 204) -> None:
+        """Answer without a body."""
+        await self._start(status, None, None)
+        await self._write([b""])
+
+    async def raw(
+        self, chunks: AsyncIterator[memoryview], nbytes: int, headers: dict[str, str]
+    ) -> None:
+        """Answer with `nbytes` raw bytes, as they come."""
+        extra = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._start(200, OCTETS, nbytes, extra)
+        async for chunk in chunks:
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(
+        self,
+        status: int,
+        form: str | None,
+        nbytes: int | None,
+        extra: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        headers = [(b"x-request-id", self.request_id.encode()), *extra]
+        if form is not None:
+            headers.append((b"content-type", form.encode()))
+        if nbytes is not None:
+            headers.append((b"content-length", b"%d" % nbytes))
+        if (t := self.timing) is not None:
+            text = b"queue;dur=%.3f, plan;dur=%.3f, compute;dur=%.3f, copy;dur=%.3f" % (
+                t.queue * 1e3,
+                t.plan * 1e3,
+                t.compute * 1e3,
+                t.copy * 1e3,
+            )
+            headers.append((b"server-timing", text))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+        if len(parts) > 1 and sum(map(len, parts)) <= JOIN_BYTES:
+            parts = [b"".join(parts)]
+        for part in parts[:-1]:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+
+
+def validated(model: type[H], header: object) -> H:
+    """`header` as `model`. Raises Malformed that names the field at fault."""
+    try:
+        return model.model_validate(header)
+    except ValidationError as error:
+        # A placement is a word or a map: the deepest error is that of the form that was meant.
+        fault = max(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
+        parts = [part for part in fault["loc"] if part not in UNION_MEMBERS]
+        expected = fault["msg"].replace("Input should", "expected to").replace("to be ", "")
+        came = "" if fault["type"] == "missing" else f", got {reprlib.repr(fault['input'])}"
+        raise Malformed(
+            f"{_location(parts) or 'header'}: {WORDING.get(fault['type'], expected)}{came}",
+            operand=_location(parts[: DEPTHS.get(parts[0], 1)]) if parts else None,
+        ) from None
+
+
+def _location(parts: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".")[:160]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def octets(array: np.ndarray[Any, Any]) -> memoryview:
+    """The memory of a dense array, row- or column-major, as bytes."""
+    if not array.flags.c_contiguous:
+        array = array.swapaxes(-1, -2)
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _inlined(header: Any, payloads: Sequence[memoryview]) -> Any:
+    """The header with payloads in base64, as JSON has them."""
+    if isinstance(header, list):
+        return [_inlined(part, payloads) for part in header]
+    if not isinstance(header, dict):
+        return header
+    inlined = {name: _inlined(part, payloads) for name, part in header.items()}
+    if isinstance(index := inlined.get("payload"), int):
+        del inlined["payload"]
+        inlined["data"] = b64encode(payloads[index]).decode()
+    return inlined
+
+
+def _visible(value: bytes) -> str:
+    """A request id as it came, or nothing if it is not 1 to 128 visible ASCII characters."""
+    if 1 <= len(value) <= 128 and all(0x21 <= byte <= 0x7E for byte in value):
+        return value.decode("ascii")
+    return ""

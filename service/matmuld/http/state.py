@@ -1,0 +1,57 @@
+"""/v1/plans, /v1/info and /health."""
+
+from __future__ import annotations
+
+from matmuld_client.errors import NotFound
+
+from ..operations import OPERATIONS
+from ..operations.warm import rehearse
+from ..schemas import Warm
+from ..service import Service
+from .exchange import Exchange, validated
+
+
+async def plans(service: Service, exchange: Exchange) -> None:
+    """The plans held, least recently used first, and the pool's counters."""
+    pool = service.runtime.pool
+    described = [pool.describe(entry) for entry in pool]
+    await exchange.reply({"plans": described, "stats": service.pool_stats()})
+
+
+async def warm(service: Service, exchange: Exchange) -> None:
+    """Run requests to come once, on made-up operands, so that their plans are there then."""
+    header, _ = await exchange.decode(Warm)
+    checked = [
+        (request.operation, validated(OPERATIONS[request.operation][0], request.header))
+        for request in header.requests
+    ]
+    stats = service.runtime.pool.stats
+    hits, planned = stats.hits, stats.planned
+    for name, wanted in checked:
+        await rehearse(service.runtime, exchange.tenant, name, wanted)
+    await exchange.reply({"planned": stats.planned - planned, "hits": stats.hits - hits})
+
+
+async def evict(service: Service, exchange: Exchange) -> None:
+    """Free idle plans: all, or one."""
+    plan_id = exchange.path.get("id")
+    evicted = service.runtime.pool.evict(plan_id)
+    if plan_id is not None and not evicted:
+        raise NotFound(f"no idle plan {plan_id[:40]!r}")
+    await exchange.reply({"evicted": evicted})
+
+
+async def info(service: Service, exchange: Exchange) -> None:
+    """Versions, device, limits and counters."""
+    await exchange.reply(service.info())
+
+
+async def live(service: Service, exchange: Exchange) -> None:
+    """The process answers."""
+    await exchange.reply({"status": "live"})
+
+
+async def ready(service: Service, exchange: Exchange) -> None:
+    """The device works."""
+    await service.runtime.engine.synchronize()
+    await exchange.reply({"status": "ready"})

@@ -1,0 +1,240 @@
+"""/v1/tensors: what the service holds for its callers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from matmuld_client.errors import Conflict, InvalidOperands, Malformed
+from matmuld_client.wire import DTYPES, OCTETS
+
+from ..calls import Call, describe
+from ..engine.elementwise import read_mask, swap
+from ..engine.protocol import Array
+from ..memory.tensors import Kind, Resident
+from ..operands import FLOATS, described
+from ..operations.mlp import Tape
+from ..schemas import CreateTensor, ReplaceTensor, Tensor, TensorLife
+from ..service import Service
+from .exchange import Exchange
+
+CHUNK_BYTES = 4 << 20
+HOLDABLE = (*FLOATS, "uint8")
+
+
+async def create(service: Service, exchange: Exchange) -> None:
+    """Hold a tensor: its value from the body, raw bytes streamed into place, or zeros."""
+    if exchange.content_type == OCTETS:
+        resident = await _create_raw(service, exchange)
+    else:
+        header, payloads = await exchange.decode(CreateTensor)
+        call = service.call(exchange.tenant, payloads)
+        array, kind = await _value(service, call, header)
+        call.inputs.finish()
+        resident = service.runtime.store.add(
+            exchange.tenant, array, kind=kind, pinned=header.pinned, ttl=header.ttl_s
+        )
+    await service.runtime.engine.synchronize()
+    await exchange.reply(metadata(resident), status=201)
+
+
+async def _value(service: Service, call: Call, header: CreateTensor) -> tuple[Array, Kind]:
+    store = service.runtime.store
+    if header.value is None:
+        dtype, shape = described("tensor", header.dtype, header.shape, FLOATS)
+        store.check(call.tenant, math.prod(shape) * dtype.itemsize)
+        return call.zeros(shape, dtype), "tensor"
+    if header.dtype is not None or header.shape is not None:
+        raise Malformed("value: expected either value, or dtype and shape", operand="value")
+    return await _uploaded(call, header.value)
+
+
+async def _uploaded(call: Call, value: Tensor) -> tuple[Array, Kind]:
+    """The value of a body in memory of its own: row-major, aux data column-major."""
+    if value.tensor is not None:
+        raise Malformed("value: expected a payload or data, got a handle", operand="value")
+    operand = call.inputs.take("value", value, HOLDABLE)
+    kind = value.kind or "tensor"
+    if (operand.dtype == np.uint8) != (kind == "relu_aux"):
+        raise operand.reject(
+            f"expected uint8 for relu_aux and only for it, got {operand.dtype.name}"
+        )
+    call.store.check(call.tenant, operand.size * operand.dtype.itemsize)
+    array = await operand.load(call.engine)
+    oriented = swap(array) if kind != "tensor" and array.ndim > 1 else array
+    if not oriented.flags.c_contiguous:
+        dense = call.empty(oriented.shape, operand.dtype)
+        dense[...] = oriented
+        oriented = dense
+    return (swap(oriented) if oriented is not array and kind != "tensor" else oriented), kind
+
+
+async def _create_raw(service: Service, exchange: Exchange) -> Resident:
+    query = exchange.query()
+    dtype, shape = described("tensor", query.get("dtype"), _extents(query.get("shape")), FLOATS)
+    pinned, ttl = _flag(query.get("pinned")), _seconds(query.get("ttl_s"))
+    if unknown := sorted(set(query) - {"dtype", "shape", "pinned", "ttl_s"}):
+        raise Malformed(f"{unknown[0][:40]}: unknown query parameter", operand=unknown[0][:40])
+    nbytes = math.prod(shape) * dtype.itemsize
+    chunks = exchange.stream(nbytes)
+    store = service.runtime.store
+    store.check(exchange.tenant, nbytes)
+    array = service.runtime.engine.empty(shape, dtype)
+    await _fill(service, array, chunks, nbytes)
+    return store.add(exchange.tenant, array, pinned=pinned, ttl=ttl)
+
+
+async def _fill(service: Service, array: Array, chunks: AsyncIterator[bytes], nbytes: int) -> None:
+    """Write a streamed body into place, piece by piece."""
+    at = 0
+    async for chunk in chunks:
+        if at + len(chunk) > nbytes:
+            break
+        await service.runtime.engine.write(array, at, memoryview(chunk))
+        at += len(chunk)
+    if at != nbytes:
+        raise Malformed(f"tensor: expected a body of {nbytes} bytes, got {at}", operand="tensor")
+
+
+def _extents(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise Malformed(
+            f"shape: expected integers with commas, got {text[:40]!r}", operand="shape"
+        ) from None
+
+
+def _flag(text: str | None) -> bool:
+    if text not in (None, "true", "false"):
+        raise Malformed(f"pinned: expected true or false, got {text[:40]!r}", operand="pinned")
+    return text == "true"
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise Malformed(f"ttl_s: expected seconds > 0, got {text[:40]!r}", operand="ttl_s")
+    return seconds
+
+
+async def index(service: Service, exchange: Exchange) -> None:
+    """What this tenant holds."""
+    held = service.runtime.store.of(exchange.tenant)
+    await exchange.reply({"tensors": [metadata(resident) for resident in held]})
+
+
+async def show(service: Service, exchange: Exchange) -> None:
+    """Metadata of one."""
+    await exchange.reply(metadata(_held(service, exchange)))
+
+
+async def read(service: Service, exchange: Exchange) -> None:
+    """The contents of one, packed or raw."""
+    array = _array(_held(service, exchange))
+    engine = service.runtime.engine
+    if OCTETS in exchange.accept:
+        headers = {
+            "X-Tensor-Dtype": array.dtype.name,
+            "X-Tensor-Shape": ",".join(map(str, array.shape)),
+        }
+        await exchange.raw(engine.chunks(array, CHUNK_BYTES), array.nbytes, headers)
+        return
+    (value,) = await engine.download([array])
+    await exchange.reply({"value": {**describe(array), "payload": 0}}, [value])
+
+
+async def mask(service: Service, exchange: Exchange) -> None:
+    """A relu_aux as booleans, ``[batch, out]``."""
+    resident = _held(service, exchange)
+    if resident.kind != "relu_aux":
+        raise Conflict(f"expected a relu_aux, {resident.handle} is a {resident.kind}")
+    engine, aux = service.runtime.engine, resident.value
+    rows = aux.shape[-2] * 8 if resident.rows is None else resident.rows
+    bits = await engine.call(8 * aux.nbytes, read_mask, engine.xp, aux, rows)
+    unpacked = engine.xp.ascontiguousarray(swap(bits)).astype(bool)
+    (value,) = await engine.download([unpacked])
+    await exchange.reply({"value": {**describe(unpacked), "payload": 0}}, [value])
+
+
+async def replace(service: Service, exchange: Exchange) -> None:
+    """New contents, all at once; dtype and shape stay."""
+    resident = _held(service, exchange)
+    held = _array(resident)
+    engine = service.runtime.engine
+    if exchange.content_type == OCTETS:
+        if resident.kind != "tensor":
+            raise Conflict(
+                f"a raw body replaces tensors only, {resident.handle} is a {resident.kind}"
+            )
+        chunks = exchange.stream(held.nbytes)
+        array = engine.empty(held.shape, DTYPES[held.dtype.name])
+        await _fill(service, array, chunks, held.nbytes)
+    else:
+        header, payloads = await exchange.decode(ReplaceTensor)
+        call = service.call(exchange.tenant, payloads)
+        array, kind = await _uploaded(call, header.value)
+        call.inputs.finish()
+        came = f"{kind} {list(array.shape)} of {array.dtype.name}"
+        expected = f"{resident.kind} {list(held.shape)} of {held.dtype.name}"
+        if came != expected:
+            raise InvalidOperands(f"value: expected {expected}, got {came}", operand="value")
+    await engine.synchronize()
+    async with resident.lock:
+        service.runtime.store.get(exchange.tenant, resident.handle)
+        service.runtime.store.replace(resident, array)
+    await exchange.reply(metadata(resident))
+
+
+async def change(service: Service, exchange: Exchange) -> None:
+    """How long one is held."""
+    resident = _held(service, exchange)
+    header, _ = await exchange.decode(TensorLife)
+    if header.ttl_s is not None:
+        resident.ttl = header.ttl_s
+    resident.pin(resident.pinned if header.pinned is None else header.pinned)
+    await exchange.reply(metadata(resident))
+
+
+async def free(service: Service, exchange: Exchange) -> None:
+    """Forget one; its memory goes with its last user."""
+    service.runtime.store.free(_held(service, exchange))
+    await exchange.empty()
+
+
+def _held(service: Service, exchange: Exchange) -> Resident:
+    return service.runtime.store.get(exchange.tenant, exchange.path["handle"])
+
+
+def _array(resident: Resident) -> Array:
+    if isinstance(resident.value, Tape):
+        raise Conflict(f"expected a tensor, {resident.handle} is a tape")
+    return resident.value
+
+
+def metadata(resident: Resident) -> dict[str, Any]:
+    """What is told about a resident."""
+    value = resident.value
+    looks = {"layers": len(value.layers)} if isinstance(value, Tape) else describe(value)
+    return {
+        "tensor": resident.handle,
+        "kind": resident.kind,
+        **looks,
+        "nbytes": resident.nbytes,
+        "pinned": resident.pinned,
+        "ttl_s": resident.ttl,
+        "expires_in_s": None
+        if resident.pinned
+        else round(max(resident.expires_at - monotonic(), 0.0), 3),
+        "version": resident.version,
+    }

@@ -1,0 +1,1 @@
+"""What the service holds for its callers, by handle."""

@@ -1,0 +1,127 @@
+"""What operands must look like, and memory for what goes with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matmuld_client.errors import Conflict, InvalidOperands
+
+from ..calls import Call
+from ..engine.elementwise import aux_shape, swap
+from ..engine.epilogs import Activation, AuxKind
+from ..engine.protocol import Array
+from ..memory.tensors import Kind
+from ..operands import AUX_DTYPES, Operand, check_bytes
+from ..schemas import ACTIVATIONS, Tensor
+
+AUX_OF: dict[Activation, AuxKind] = {"relu": "relu_aux", "gelu": "gelu_aux"}
+
+
+@dataclass(slots=True)
+class LinearShape:
+    """The sizes of a layer at work; `lead` are the dimensions of x before the last."""
+
+    lead: tuple[int, ...]
+    batch: int
+    inputs: int
+    outputs: int
+
+
+def linear_shape(
+    x: Operand, weight: Operand, bias: Operand | None, dtype: np.dtype[Any]
+) -> LinearShape:
+    """The sizes that x, weight and bias agree on.
+
+    Raises:
+        InvalidOperands: they do not.
+    """
+    outputs, inputs = weight_shape(weight)
+    if not x.shape or x.shape[-1] != inputs:
+        raise x.reject(
+            f"expected shape […, batch, {inputs}] (weight is {weight.shape}), got {x.shape}"
+        )
+    weight.expect_dtype(x.dtype, "that of x")
+    if bias is not None:
+        bias.expect((outputs,), f"[out], weight is {weight.shape}")
+        bias.expect_dtype(dtype, "that of the result")
+    lead = x.shape[:-1]
+    check_bytes("y", (*lead, outputs), dtype)
+    return LinearShape(lead, math.prod(lead), inputs, outputs)
+
+
+def weight_shape(weight: Operand) -> tuple[int, int]:
+    """(out, in) of a weight, neither of them 0."""
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise weight.reject(f"expected shape [out, in] with out, in ≥ 1, got {weight.shape}")
+    return weight.shape[0], weight.shape[1]
+
+
+def activation_of(name: str, operand: str = "activation") -> Activation:
+    """The activation of that name. Raises InvalidOperands."""
+    for activation in ACTIVATIONS:
+        if activation == name:
+            return activation
+    hint = (
+        " (gelu is the tanh form; the erf form is not fused and not offered)"
+        if "gelu" in name
+        else ""
+    )
+    raise InvalidOperands(
+        f"{operand}: expected none, relu or gelu, got {name[:40]!r}{hint}", operand=operand
+    )
+
+
+def take_aux(call: Call, name: str, tensor: Tensor) -> tuple[Operand, AuxKind]:
+    """Auxiliary data of either kind, which its handle or its header tells."""
+    kind: Kind | None = tensor.kind
+    if tensor.tensor is not None:
+        kind = call.store.get(call.tenant, tensor.tensor, name).kind
+    if kind != "relu_aux" and kind != "gelu_aux":
+        expected = f"{name}: expected a relu_aux or gelu_aux"
+        if tensor.tensor is not None:
+            raise Conflict(f"{expected}, {tensor.tensor} is a {kind}", operand=name)
+        raise InvalidOperands(f"{expected}, got kind {kind or 'none'}", operand=name)
+    return call.inputs.take(name, tensor, AUX_DTYPES[kind]), kind
+
+
+def check_aux(aux: Operand, kind: AuxKind, d: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise InvalidOperands unless `aux` belongs to a D of that shape (out by batch for a linear
+    layer).
+    """
+    aux.expect(aux_shape(kind, d), f"{kind} of {d[-2]} rows and {d[-1]} columns")
+    if kind == "gelu_aux" and aux.dtype != np.float32:
+        aux.expect_dtype(dtype, "that of the gradient, or float32")
+    held = aux.resident
+    if held is not None and held.rows not in (None, d[-2]):
+        raise aux.reject(f"expected the aux of {d[-2]} rows, it has {held.rows}")
+
+
+def empty_aux(call: Call, kind: AuxKind, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
+    """Memory for the aux of a D of `rows` by `columns`: column-major, padded."""
+    padded, count = aux_shape(kind, (rows, columns))
+    element = np.dtype(np.uint8) if kind == "relu_aux" else dtype
+    return swap(call.empty((count, padded), element))
+
+
+async def load_aux(call: Call, aux: Operand) -> Array:
+    """An aux on the device, column-major whatever its bytes were."""
+    array = await aux.load(call.engine)
+    if aux.shape[-1] and not swap(array).flags.c_contiguous:
+        dense = swap(call.empty(swap(array).shape, aux.dtype))
+        dense[...] = array
+        return dense
+    return array
+
+
+def scaling(c: Operand | None, beta: float | None) -> float:
+    """beta, which goes with c and only with it. Raises InvalidOperands."""
+    if (c is None) != (beta is None):
+        raise InvalidOperands(
+            "beta: expected with c, and only with c; "
+            + ("c came without beta" if beta is None else "beta came without c"),
+            operand="beta",
+        )
+    return 0.0 if beta is None else beta

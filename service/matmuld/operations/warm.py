@@ -1,0 +1,35 @@
+"""Requests to come, run once on made-up operands, so that their plans are there when they come."""
+
+from __future__ import annotations
+
+from ..calls import Call, Reply, Results, Runtime, TapeResult
+from ..schemas import Header, MlpBackward, Tensor
+from . import OPERATIONS, mlp
+
+
+class Rehearsal(Call):
+    """A call whose tensors are described only and whose results go nowhere."""
+
+    def __init__(self, runtime: Runtime, tenant: str) -> None:
+        super().__init__(runtime, tenant, sourceless=True)
+        self.tape: mlp.Tape | None = None
+
+    async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
+        self.tape = None if tape is None else tape.value
+        await self.engine.synchronize()
+        return {}, []
+
+
+async def rehearse(runtime: Runtime, tenant: str, operation: str, header: Header) -> None:
+    """Run `operation` for its plans alone; of a stack with a tape, the backward pass too.
+
+    Raises:
+        RequestError: whatever the request itself would raise.
+    """
+    rehearsal = Rehearsal(runtime, tenant)
+    await OPERATIONS[operation][1](rehearsal, header)
+    if (tape := rehearsal.tape) is None:
+        return
+    dy = Tensor(dtype=tape.layers[0].x.dtype.name, shape=[*tape.lead, tape.shape[1]])
+    backward = MlpBackward(tape="", dy=dy, wants=["dx", "dweight", "dbias"])
+    await mlp.gradients(Rehearsal(runtime, tenant), tape, backward)

@@ -1,0 +1,173 @@
+"""The headers of replies as types, for the OpenAPI description; tests hold the service's replies
+against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Shape = list[int]
+
+
+class Reply(BaseModel):
+    """A map without fields that are not described."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Output(Reply):
+    """A tensor, and where its elements are."""
+
+    dtype: str
+    shape: Shape
+    strides: Shape | None = None
+    kind: Literal["tensor", "relu_aux", "gelu_aux"] | None = None
+    payload: int | None = None
+    data: str | None = None
+    tensor: str | None = None
+
+
+class TapeOutput(Reply):
+    """The handle of a tape."""
+
+    tensor: str
+    kind: Literal["tape"]
+
+
+class LinearForwardReply(Reply):
+    y: Output
+    aux: Output | None = None
+
+
+class LinearBackwardReply(Reply):
+    dx: Output | None = None
+    dweight: Output | None = None
+    dbias: Output | None = None
+    input_dbias: Output | None = None
+
+
+class MlpForwardReply(Reply):
+    y: Output
+    tape: TapeOutput | None = None
+
+
+class LayerGradients(Reply):
+    dweight: Output | None = None
+    dbias: Output | None = None
+
+
+class MlpBackwardReply(Reply):
+    dx: Output | None = None
+    layers: list[LayerGradients]
+
+
+class MatmulReply(Reply):
+    d: Output
+    relu_aux: Output | None = None
+    gelu_aux: Output | None = None
+    drelu_bgrad: Output | None = None
+    dgelu_bgrad: Output | None = None
+    bgrada: Output | None = None
+    bgradb: Output | None = None
+
+
+class Metadata(Reply):
+    """What is told about a tensor or tape."""
+
+    tensor: str
+    kind: Literal["tensor", "relu_aux", "gelu_aux", "tape"]
+    dtype: str | None = None
+    shape: Shape | None = None
+    strides: Shape | None = None
+    layers: int | None = None
+    nbytes: int
+    pinned: bool
+    ttl_s: float
+    expires_in_s: float | None
+    version: int
+
+
+class Tensors(Reply):
+    tensors: list[Metadata]
+
+
+class Value(Reply):
+    value: Output
+
+
+class Plan(Reply):
+    """One plan of the pool."""
+
+    id: str
+    epilog: str
+    operands: dict[str, str]
+    compute_type: str
+    fast_accumulation: bool | None = None
+    sm_count_target: int | None = None
+    reduction_scheme_mask: int | None = None
+    numerical_impl_mask: int | None = None
+    path: str
+    flops: int
+    hits: int
+    nbytes: int
+    planning_ms: float
+
+
+class PoolStats(Reply):
+    hits: int
+    misses: int
+    planned: int
+    failed: int
+    evicted: int
+    planning_seconds: float
+    leased: int
+    plans: int
+    nbytes: int
+
+
+class Plans(Reply):
+    plans: list[Plan]
+    stats: PoolStats
+
+
+class Warmed(Reply):
+    planned: int
+    hits: int
+
+
+class Evicted(Reply):
+    evicted: int
+
+
+class Info(Reply):
+    """Versions, device, limits and counters."""
+
+    service: str
+    version: str
+    python: str
+    epoch: str
+    uptime_s: float
+    engine: dict[str, Any]
+    dtypes: list[str]
+    limits: dict[str, int | float]
+    memory: dict[str, int]
+    tensors: dict[str, int]
+    plans: PoolStats
+
+
+class Health(Reply):
+    status: str
+
+
+class Problem(Reply):
+    """RFC 9457."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    request_id: str
+    operand: str | None = None

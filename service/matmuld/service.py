@@ -1,0 +1,101 @@
+"""The parts of a running service, opened and closed together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from time import monotonic
+from typing import Any
+
+from . import __version__
+from .calls import Call, Runtime
+from .engine import open_engine
+from .memory.handles import HandleMint
+from .memory.tensors import TensorStore
+from .operands import FLOATS
+from .pool import PlanPool
+from .settings import Settings
+
+log = logging.getLogger("matmuld")
+
+TENANT = "default"
+"""Until tenants are configured there is one."""
+
+
+class Service:
+    """Engine, pool and store, and what is known about them."""
+
+    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self._started = monotonic()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: Settings) -> AsyncIterator[Service]:
+        """A service on the running loop; everything it holds is freed at the end."""
+        engine = open_engine(settings.device, settings.memory_limit)
+        quota = settings.tenant_bytes
+        if quota is None:
+            quota = int(engine.memory()[1] * 0.8)
+        store = TensorStore(HandleMint(), quota, settings.ttl_s)
+        pool = PlanPool(engine, settings.plans, settings.plan_bytes)
+        service = cls(settings, Runtime(engine, pool, store))
+        log.info("device %s, epoch %s", engine.describe(), store.mint.epoch)
+        janitor = asyncio.create_task(service._sweep_for_ever())
+        try:
+            yield service
+        finally:
+            janitor.cancel()
+            with suppress(asyncio.CancelledError):
+                await janitor
+            store.clear()
+            await pool.close()
+            engine.close()
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.janitor_s)
+            if self.runtime.store.sweep():
+                await self.runtime.engine.trim()
+
+    def call(
+        self, tenant: str, payloads: Sequence[memoryview] = (), *, sourceless: bool = False
+    ) -> Call:
+        """A request at work."""
+        return Call(self.runtime, tenant, payloads, sourceless=sourceless)
+
+    def pool_stats(self) -> dict[str, Any]:
+        """Counters of the plan pool."""
+        pool = self.runtime.pool
+        stats = asdict(pool.stats)
+        stats["planning_seconds"] = round(stats["planning_seconds"], 6)
+        return {**stats, "leased": pool.leased, "plans": len(pool), "nbytes": pool.nbytes}
+
+    def info(self) -> dict[str, Any]:
+        """Versions, device, limits and counters."""
+        engine, store, settings = self.runtime.engine, self.runtime.store, self.settings
+        free, total = engine.memory()
+        return {
+            "service": "matmuld",
+            "version": __version__,
+            "python": platform.python_version(),
+            "epoch": store.mint.epoch,
+            "uptime_s": round(monotonic() - self._started, 3),
+            "engine": engine.describe(),
+            "dtypes": list(FLOATS),
+            "limits": {
+                "body_bytes": settings.body_limit,
+                "tenant_bytes": store.quota,
+                "ttl_s": settings.ttl_s,
+                "plans": settings.plans,
+                "plan_bytes": settings.plan_bytes,
+            },
+            "memory": {"free_bytes": free, "total_bytes": total},
+            "tensors": {"count": len(store), "nbytes": store.nbytes, "expired": store.expired},
+            "plans": self.pool_stats(),
+        }

@@ -1,0 +1,108 @@
+"""Every setting of the service, by flag, environment (`MATMULD_…`) and TOML file, in that order of
+precedence.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+_UNIX_PATH_LIMIT = 107
+"""Bytes; what the kernel has room for."""
+
+
+def _device(value: str) -> str:
+    if value in ("auto", "cpu") or value.removeprefix("cuda:").isdecimal():
+        return value
+    raise ValueError(f"expected auto, cpu or cuda:N, got {value!r}")
+
+
+def _address(value: str) -> str:
+    form = f"expected unix:PATH or http://HOST:PORT, got {value!r}"
+    scheme, _, path = value.partition(":")
+    if scheme == "unix" and path:
+        if len(path.encode()) > _UNIX_PATH_LIMIT:
+            raise ValueError(
+                f"the path of a unix socket is at most {_UNIX_PATH_LIMIT} bytes: {path}"
+            )
+        return value
+    url = urlsplit(value)
+    try:
+        complete = bool(url.hostname) and url.port is not None
+    except ValueError as error:
+        raise ValueError(f"{form}: {error}") from None
+    if scheme != "http" or not complete or url.path.strip("/") or url.query:
+        raise ValueError(form)
+    return value.rstrip("/")
+
+
+def _separated(value: object) -> object:
+    """Of the environment: addresses with commas between them. Flags are repeated, TOML has a list."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    return [item.strip() for part in parts for item in str(part).split(",")]
+
+
+Device = Annotated[str, AfterValidator(_device)]
+Address = Annotated[str, AfterValidator(_address)]
+
+
+class Settings(BaseSettings):
+    """What a service is started with."""
+
+    model_config = SettingsConfigDict(env_prefix="MATMULD_", extra="forbid", frozen=True)
+
+    config: Path | None = Field(None, description="TOML file with any of these settings")
+    device: Device = Field("auto", description="auto, cpu or cuda:N; auto takes the first GPU")
+    listen: Annotated[list[Address], NoDecode, BeforeValidator(_separated)] = Field(
+        ["http://127.0.0.1:8000"],
+        min_length=1,
+        description="unix:PATH or http://HOST:PORT, where port 0 takes a free one; may be repeated",
+    )
+    plans: int = Field(1024, ge=1, description="plans held at most")
+    plan_bytes: int = Field(1 << 30, ge=0, description="bytes of host and device memory for plans")
+    tenant_bytes: int | None = Field(
+        None, ge=0, description="quota of a tenant's tensors; None: 80 % of the device's memory"
+    )
+    memory_limit: int | None = Field(
+        None, ge=1, description="bytes for arrays on the CPU engine; None: 80 % of the memory"
+    )
+    ttl_s: float = Field(3600.0, gt=0, description="seconds that an unused tensor is held")
+    janitor_s: float = Field(1.0, gt=0, description="seconds between looks for expired tensors")
+    body_limit: int = Field(1 << 30, ge=1 << 10, description="bytes of a msgpack or JSON body")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="what is logged to stderr"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = init_settings().get("config") or env_settings().get("config")
+        if not path:
+            return (init_settings, env_settings)
+        if not Path(path).is_file():
+            raise SettingsError(f"config: no such file: {path}")
+        try:
+            file = TomlConfigSettingsSource(settings_cls, Path(path))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError(f"config: cannot read {path}: {error}") from error
+        return (init_settings, env_settings, file)
