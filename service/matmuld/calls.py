@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from matmuld_client.wire import DTYPE_NAMES, is_row_major
 
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Operands
-from .engine.signature import Options, Signature
+from .engine.signature import Options
 from .memory.tensors import Kind, Resident, TensorStore
 from .operands import Inputs
 from .pool import PlanPool
@@ -67,6 +67,37 @@ class TapeResult:
     nbytes: int
 
 
+class Writing:
+    """Holds the locks of residents, taken in one order by all, so that nobody waits in a circle."""
+
+    __slots__ = ("_held", "_targets")
+
+    def __init__(self, targets: Sequence[Resident]) -> None:
+        self._targets = targets
+        self._held: list[Resident] = []
+
+    async def __aenter__(self) -> None:
+        try:
+            for target in self._targets:
+                await target.lock.acquire()
+                self._held.append(target)
+        except BaseException:
+            self._release()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop().lock.release()
+
+
 class Call:
     """A request of one tenant."""
 
@@ -90,10 +121,10 @@ class Call:
         OutOfMemory.
         """
         began = perf_counter()
-        signature = Signature.of(operands, epilog, options, self.engine.alignment)
+        signature = self.engine.signature(operands, epilog, options)
         async with self._pool.lease(signature, operands) as plan:
             planned = perf_counter()
-            await self.engine.run(signature, plan, operands)
+            await self.engine.run(plan, operands)
         done = perf_counter()
         self.timing.plan += planned - began
         self.timing.compute += done - planned
@@ -131,27 +162,19 @@ class Call:
             )
         return resident
 
-    @asynccontextmanager
-    async def writing(self, targets: Sequence[Resident | None]) -> AsyncIterator[None]:
-        """Keep other writers from `targets`; in one order for all, so that nobody waits in a
-        circle.
+    def writing(self, targets: Sequence[Resident | None]) -> Writing:
+        """Keep other writers from `targets` for an ``async with``.
+
+        Raises:
+            InvalidOperands: one tensor is to take two outputs.
         """
-        given = [t for t in targets if t is not None]
-        distinct = {t.handle: t for t in given}
-        if len(distinct) < len(given):
+        given = {target.handle: target for target in targets if target is not None}
+        if len(given) < sum(target is not None for target in targets):
             raise InvalidOperands(
                 "outputs: expected each output in a tensor of its own, got one tensor for two",
                 operand="outputs",
             )
-        held: list[Resident] = []
-        try:
-            for handle in sorted(distinct):
-                await distinct[handle].lock.acquire()
-                held.append(distinct[handle])
-            yield
-        finally:
-            for resident in held:
-                resident.lock.release()
+        return Writing([given[handle] for handle in sorted(given)])
 
     async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
         """Put every result in its place: all of them or, if anything fails, none."""

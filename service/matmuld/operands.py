@@ -134,7 +134,7 @@ class Inputs:
         """Raise Malformed if a payload was not named by the header."""
         if self._unnamed:
             raise Malformed(
-                f"payload {min(self._unnamed)}: expected a tensor that names it, the header has none"
+                f"payload {min(self._unnamed)}: expected a tensor that names it, there is none"
             )
 
     def _bytes(self, name: str, tensor: Tensor) -> memoryview:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from .engine.epilogs import Epilog
 from .engine.protocol import Engine, Operands, Plan
-from .engine.signature import Options, Signature
+from .engine.signature import Signature
 
 
 @dataclass(slots=True)
@@ -30,43 +29,45 @@ class Stats:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A signature's place in the pool. Its lock is held by whoever uses the plan."""
+    """A signature's place in the pool.
+
+    Attributes:
+        plan: None while it is being made.
+        in_use: whether somebody has the plan; whoever gives it back hands it to the first waiter.
+    """
 
     id: str
     signature: Signature
-    planning: asyncio.Task[Plan]
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     plan: Plan | None = None
-    users: int = 0
+    in_use: bool = True
+    waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
     hits: int = 0
     planning_seconds: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.in_use and not self.waiters
 
 
 class Lease:
     """An exclusive use of a plan, as an async context manager."""
 
-    __slots__ = ("_entry", "_pool")
+    __slots__ = ("_entry", "_operands", "_pool", "_signature")
 
-    def __init__(self, pool: PlanPool, entry: Entry) -> None:
+    def __init__(self, pool: PlanPool, signature: Signature, operands: Operands) -> None:
         self._pool = pool
-        self._entry = entry
+        self._signature = signature
+        self._operands = operands
 
     async def __aenter__(self) -> Plan:
-        entry = self._entry
-        entry.users += 1
-        try:
-            await entry.lock.acquire()
-        except BaseException:
-            self._pool.leave(entry)
-            raise
-        try:
-            if entry.plan is None:
-                return await asyncio.shield(entry.planning)
-            return entry.plan
-        except BaseException:
-            entry.lock.release()
-            self._pool.leave(entry)
-            raise
+        pool = self._pool
+        entry = self._entry = pool.find(self._signature, self._operands)
+        if entry.in_use:
+            await pool.wait(entry)
+        else:
+            entry.in_use = True
+        assert entry.plan is not None
+        return entry.plan
 
     async def __aexit__(
         self,
@@ -74,8 +75,7 @@ class Lease:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._entry.lock.release()
-        self._pool.leave(self._entry)
+        self._pool.give_back(self._entry)
 
 
 class PlanPool:
@@ -93,6 +93,7 @@ class PlanPool:
         self._byte_limit = byte_limit
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
         self._nbytes = 0
+        self._making: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,68 +109,75 @@ class PlanPool:
 
     @property
     def leased(self) -> int:
-        """Plans in use or waited for."""
-        return sum(1 for entry in self._entries.values() if entry.users)
+        """Plans in use or being made."""
+        return sum(entry.in_use for entry in self._entries.values())
 
-    async def run(self, operands: Operands, epilog: Epilog, options: Options) -> None:
-        """Start ``d = epilog(alpha · a @ b + beta · c)``, planned or found.
+    def lease(self, signature: Signature, operands: Operands) -> Lease:
+        """The plan of `signature` for an ``async with``; made on `operands` if there is none.
 
         Raises:
             OutOfMemory: planning needs more than there is.
         """
-        engine = self.engine
-        signature = Signature.of(operands, epilog, options, engine.alignment)
-        async with self.lease(signature, operands) as plan:
-            await engine.run(signature, plan, operands)
+        return Lease(self, signature, operands)
 
-    def lease(self, signature: Signature, operands: Operands) -> Lease:
-        """The plan of `signature`, for the time of an ``async with``; planned on `operands` if
-        there is none.
-        """
+    def find(self, signature: Signature, operands: Operands) -> Entry:
+        """The place of `signature`; if it is new, its plan is being made."""
         entry = self._entries.get(signature)
-        if entry is None:
-            self.stats.misses += 1
-            entry = self._insert(signature, operands)
-        else:
+        if entry is not None:
             self.stats.hits += 1
             entry.hits += 1
             self._entries.move_to_end(signature)
-        return Lease(self, entry)
-
-    def _insert(self, signature: Signature, operands: Operands) -> Entry:
-        planning = asyncio.ensure_future(self._plan(signature, operands))
-        entry = Entry(secrets.token_hex(6), signature, planning)
-        self._entries[signature] = entry
-        planning.add_done_callback(lambda task: self._planned(entry, task))
+            return entry
+        self.stats.misses += 1
+        entry = self._entries[signature] = Entry(secrets.token_hex(6), signature)
+        task = asyncio.ensure_future(self._make(entry, operands))
+        self._making.add(task)
+        task.add_done_callback(self._making.discard)
         return entry
 
-    async def _plan(self, signature: Signature, operands: Operands) -> Plan:
+    async def wait(self, entry: Entry) -> None:
+        """Return once the plan is the caller's."""
+        turn = asyncio.get_running_loop().create_future()
+        entry.waiters.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.give_back(entry)
+            raise
+
+    async def _make(self, entry: Entry, operands: Operands) -> None:
+        """Plan. A failure reaches all who wait and is forgotten, so that a later one plans again."""
         began = perf_counter()
-        plan = await self.engine.plan(signature, operands)
-        seconds = perf_counter() - began
-        self.stats.planned += 1
-        self.stats.planning_seconds += seconds
-        self._entries[signature].planning_seconds = seconds
-        return plan
-
-    def _planned(self, entry: Entry, task: asyncio.Task[Plan]) -> None:
-        """Keep the plan; a failure is forgotten, so that a later request plans again."""
-        if task.cancelled() or task.exception() is not None:
+        try:
+            entry.plan = await self.engine.plan(entry.signature, operands)
+        except BaseException as error:
             self.stats.failed += 1
-            self._entries.pop(entry.signature, None)
+            del self._entries[entry.signature]
+            for turn in entry.waiters:
+                if not turn.done():
+                    turn.set_exception(error)
             return
-        entry.plan = task.result()
+        entry.planning_seconds = perf_counter() - began
+        self.stats.planned += 1
+        self.stats.planning_seconds += entry.planning_seconds
         self._nbytes += entry.plan.nbytes
-        self._trim()
+        self.give_back(entry)
 
-    def leave(self, entry: Entry) -> None:
-        """A user of `entry` is done with it."""
-        entry.users -= 1
+    def give_back(self, entry: Entry) -> None:
+        """The user of `entry` is done with it; the next in line has it."""
+        while entry.waiters:
+            turn = entry.waiters.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                break
+        else:
+            entry.in_use = False
         if len(self._entries) > self._capacity or self._nbytes > self._byte_limit:
             self._trim()
 
     def _trim(self) -> None:
-        idle = (entry for entry in list(self._entries.values()) if not entry.users and entry.plan)
+        idle = (entry for entry in list(self._entries.values()) if entry.idle)
         while len(self._entries) > self._capacity or self._nbytes > self._byte_limit:
             entry = next(idle, None)
             if entry is None:
@@ -186,7 +194,7 @@ class PlanPool:
     def evict(self, plan_id: str | None = None) -> int:
         """Free the idle plans, or the one of that id; how many were freed."""
         chosen = [
-            entry for entry in self if not entry.users and (plan_id is None or entry.id == plan_id)
+            entry for entry in self if entry.idle and (plan_id is None or entry.id == plan_id)
         ]
         for entry in chosen:
             self._close(entry)
@@ -207,6 +215,5 @@ class PlanPool:
 
     async def close(self) -> None:
         """Wait for planning in progress and free every plan."""
-        pending = [entry.planning for entry in self._entries.values()]
-        await asyncio.gather(*pending, return_exceptions=True)
+        await asyncio.gather(*self._making)
         self.evict()

@@ -60,7 +60,7 @@ class Bench:
         self, operands: Operands, epilog: Epilog, options: Options | None = None
     ) -> Signature:
         options = options or self.options(operands.a)
-        return Signature.of(operands, epilog, options, self.engine.alignment)
+        return self.engine.signature(operands, epilog, options)
 
     def run(self, operands: Operands, epilog: Epilog, options: Options | None = None) -> str:
         """Plan, run twice (the second time on a warm plan), close; how it was carried out."""
@@ -69,8 +69,8 @@ class Bench:
             signature = self.signature(operands, epilog, options)
             plan = await self.engine.plan(signature, operands)
             try:
-                await self.engine.run(signature, plan, operands)
-                await self.engine.run(signature, plan, operands)
+                await self.engine.run(plan, operands)
+                await self.engine.run(plan, operands)
                 await self.engine.synchronize()
                 return plan.path
             finally:

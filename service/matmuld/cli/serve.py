@@ -15,11 +15,7 @@ log = logging.getLogger("matmuld")
 
 
 class Serve(Settings):
-    """Run the service until SIGTERM or SIGINT.
-
-    Every setting is a flag, an environment variable (MATMULD_PLAN_BYTES for --plan-bytes) and a key
-    of the TOML file (plan_bytes), in that order of precedence.
-    """
+    """Run the service. --plan-bytes is MATMULD_PLAN_BYTES in the environment, plan_bytes in TOML."""
 
     def run(self) -> int:
         from .server import run

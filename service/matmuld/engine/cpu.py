@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import addressof, c_char
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from matmuld_client.errors import OutOfMemory
 from . import elementwise
 from .epilogs import TABLE
 from .protocol import Array, Operands, Plan
-from .signature import Signature
+from .signature import Signature, Signer
 
 T = TypeVar("T")
 
@@ -52,6 +54,7 @@ class CpuPlan:
             product = np.empty(shape, self._compute)
             self._product = elementwise.swap(product) if self._column_major else product
         self.nbytes = sum(x.nbytes for x in (self._a, self._b, self._product) if x is not None)
+        self.is_short = signature.flops + 4 * self.nbytes <= INLINE_WORK
         self._plain = TABLE[self._epilog] == TABLE[self._epilog.NONE]
 
     def run(self, operands: Operands) -> None:
@@ -76,6 +79,13 @@ class CpuPlan:
         self._a = self._b = self._product = None
 
 
+class _Block(weakref.ref["np.ndarray[Any, Any]"]):
+    """Memory handed out, and how much it is."""
+
+    __slots__ = ("nbytes",)
+    nbytes: int
+
+
 class CpuEngine:
     """Arrays in host memory, at most `limit` bytes of them."""
 
@@ -86,8 +96,9 @@ class CpuEngine:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit or int(physical_memory() * 0.8)
         self._used = 0
-        self._blocks: dict[int, weakref.ref[Any]] = {}
+        self._blocks: dict[int, _Block] = {}
         self._ledger = threading.RLock()
+        self.signature = Signer(_alignment).sign
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matmuld-cpu")
 
     def describe(self) -> dict[str, Any]:
@@ -97,33 +108,27 @@ class CpuEngine:
         return max(self._limit - self._used, 0), self._limit
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        count = 1
-        for extent in shape:
-            count *= extent
-        nbytes = count * dtype.itemsize
-        free, limit = self.memory()
-        if nbytes > free:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self._limit - self._used:
+            free, limit = self.memory()
             raise OutOfMemory(f"{nbytes} bytes are needed, {free} of {limit} are free")
         try:
             block = np.empty(nbytes + ALIGNMENT, np.uint8)
         except MemoryError:
             raise OutOfMemory(f"the host has no {nbytes} bytes left") from None
-        self._track(block, nbytes)
-        start = -block.__array_interface__["data"][0] % ALIGNMENT
-        return np.ndarray(shape, dtype, buffer=block, offset=start)
-
-    def _track(self, block: Array, nbytes: int) -> None:
-        """Count a block until it is collected, which may be on any thread."""
-
-        def forget(reference: weakref.ref[Any]) -> None:
-            with self._ledger:
-                del self._blocks[id(reference)]
-                self._used -= nbytes
-
-        reference = weakref.ref(block, forget)
+        reference = _Block(block, self._forget)
+        reference.nbytes = nbytes
         with self._ledger:
             self._blocks[id(reference)] = reference
             self._used += nbytes
+        start = -addressof(c_char.from_buffer(block)) % ALIGNMENT
+        return np.ndarray(shape, dtype, block, start)
+
+    def _forget(self, reference: _Block) -> None:
+        """A block was collected, on whatever thread."""
+        with self._ledger:
+            del self._blocks[id(reference)]
+            self._used -= reference.nbytes
 
     def view(
         self, array: Array, shape: Sequence[int], strides: Sequence[int], offset: int = 0
@@ -138,8 +143,8 @@ class CpuEngine:
         except MemoryError:
             raise OutOfMemory("the host has no memory left for the plan's buffers") from None
 
-    async def run(self, signature: Signature, plan: Plan, operands: Operands) -> None:
-        if signature.flops + 4 * plan.nbytes <= INLINE_WORK:
+    async def run(self, plan: Plan, operands: Operands) -> None:
+        if isinstance(plan, CpuPlan) and plan.is_short:
             plan.run(operands)
         else:
             await self._in_thread(plan.run, operands)
@@ -155,7 +160,10 @@ class CpuEngine:
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
-        await self.call(source.nbytes, np.copyto, target, source)
+        if source.nbytes <= INLINE_BYTES:
+            target[...] = source
+        else:
+            await self._in_thread(np.copyto, target, source)
         return target
 
     async def write(self, target: Array, offset: int, data: memoryview) -> None:
@@ -178,6 +186,11 @@ class CpuEngine:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+def _alignment(array: Array) -> int:
+    """The class is all that NumPy cares for: it copies elements that are not aligned to their size."""
+    return int(array.itemsize) if array.flags.aligned else 1
 
 
 def _quietly(function: Callable[..., T], *args: Any) -> T:

@@ -24,7 +24,7 @@ from . import cublaslt, elementwise
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import TABLE, Epilog
 from .protocol import Array, Operands, Plan
-from .signature import Layout, Options, Signature
+from .signature import Layout, Options, Signature, Signer
 from .split import SplitPlan, StagedPlan, accumulator, is_column_major, staged
 
 T = TypeVar("T")
@@ -59,6 +59,7 @@ class CudaEngine:
         self._planning = Launcher(self._handle, planning, WORKSPACE_BYTES)
         self._planner = self._thread("plan", planning)
         self._worker = self._thread("work", self._stream)
+        self.signature = Signer(_alignment).sign
         self._events: list[Any] = []
 
     def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
@@ -118,43 +119,40 @@ class CudaEngine:
             raise Internal(f"cuBLASLt refuses {signature.describe()}: {error}") from error
 
     def _choose(self, signature: Signature, operands: Operands) -> Plan:
-        """Fused if cuBLASLt can; else with its inputs staged; else split. The plain product must
-        do.
-        """
-        if _unfusable(signature):
-            return SplitPlan(cupy, signature.epilog, self._plain(signature.options, operands))
+        """Fused by cuBLASLt if it can be, else split; the plain product must do."""
+        if not _unfusable(signature):
+            try:
+                return self._whole(signature, operands)
+            except Unsupported:
+                if signature.epilog is Epilog.NONE and signature.c is None:
+                    raise
+        return SplitPlan(cupy, signature.epilog, self._plain(signature.options, operands))
+
+    def _whole(self, signature: Signature, operands: Operands) -> Plan:
+        """Fused, with those inputs staged that cuBLASLt cannot or will not read as they lie."""
         unreadable, awkward = _to_stage(signature)
         if not unreadable:
             try:
                 return self._fused(signature, operands)
             except Unsupported:
-                if not awkward and signature.epilog is Epilog.NONE and signature.c is None:
+                if not awkward:
                     raise
-        if unreadable or awkward:
-            names = unreadable + awkward
-            copies = staged(cupy, operands, names)
-            dense = self._signature(copies, signature.epilog, signature.options)
-            try:
-                return StagedPlan(cupy, self._fused(dense, copies), names)
-            except Unsupported:
-                if signature.epilog is Epilog.NONE and signature.c is None:
-                    raise
-        return SplitPlan(cupy, signature.epilog, self._plain(signature.options, operands))
+        names = unreadable + awkward
+        copies = staged(cupy, operands, names)
+        dense = self.signature(copies, signature.epilog, signature.options)
+        return StagedPlan(cupy, self._fused(dense, copies), names)
 
     def _plain(self, options: Options, operands: Operands) -> Plan:
         """The product alone, into the accumulator's type, which COMPUTE_16F cannot write."""
         if options.compute_type.startswith("COMPUTE_16F"):
             options = options._replace(compute_type="COMPUTE_32F")
         plain = Operands(operands.a, operands.b, accumulator(cupy, operands.d))
-        return self._choose(self._signature(plain, Epilog.NONE, options), plain)
-
-    def _signature(self, operands: Operands, epilog: Epilog, options: Options) -> Signature:
-        return Signature.of(operands, epilog, options, self.alignment)
+        return self._choose(self.signature(plain, Epilog.NONE, options), plain)
 
     def _fused(self, signature: Signature, operands: Operands) -> Plan:
         return FusedPlan(signature, operands, self._main, self._planning)
 
-    async def run(self, signature: Signature, plan: Plan, operands: Operands) -> None:
+    async def run(self, plan: Plan, operands: Operands) -> None:
         plan.run(operands)
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
@@ -221,6 +219,12 @@ class CudaEngine:
         self._stream.synchronize()
         cublaslt.destroy_handle(self._handle)
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _alignment(array: Array) -> int:
+    """The largest power of two, up to 256, that divides the address."""
+    address = array.data.ptr
+    return min(address & -address, cublaslt.ALIGNMENT) if address else cublaslt.ALIGNMENT
 
 
 def _unfusable(signature: Signature) -> bool:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from .signature import Signature
+    from .epilogs import Epilog
+    from .signature import Options, Signature
 
 Array = Any
 T = TypeVar("T")
@@ -91,6 +92,9 @@ class Engine(Protocol):
         bounds.
         """
 
+    def signature(self, operands: Operands, epilog: Epilog, options: Options) -> Signature:
+        """The key of the product's plan."""
+
     async def plan(self, signature: Signature, operands: Operands) -> Plan:
         """Prepare a product, on a thread where that is slow. The outputs among `operands` may be
         overwritten.
@@ -98,7 +102,7 @@ class Engine(Protocol):
         Raises OutOfMemory. A valid product never fails otherwise.
         """
 
-    async def run(self, signature: Signature, plan: Plan, operands: Operands) -> None:
+    async def run(self, plan: Plan, operands: Operands) -> None:
         """Run a plan without blocking the event loop for longer than a small product takes."""
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:

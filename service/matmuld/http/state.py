@@ -20,7 +20,8 @@ async def plans(service: Service, exchange: Exchange) -> None:
 
 async def warm(service: Service, exchange: Exchange) -> None:
     """Run requests to come once, on made-up operands, so that their plans are there then."""
-    header, _ = await exchange.decode(Warm)
+    header, payloads = await exchange.decode(Warm)
+    service.call(exchange.tenant, payloads).inputs.finish()
     checked = [
         (request.operation, validated(OPERATIONS[request.operation][0], request.header))
         for request in header.requests

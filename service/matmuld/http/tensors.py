@@ -199,7 +199,8 @@ async def replace(service: Service, exchange: Exchange) -> None:
 async def change(service: Service, exchange: Exchange) -> None:
     """How long one is held."""
     resident = _held(service, exchange)
-    header, _ = await exchange.decode(TensorLife)
+    header, payloads = await exchange.decode(TensorLife)
+    service.call(exchange.tenant, payloads).inputs.finish()
     if header.ttl_s is not None:
         resident.ttl = header.ttl_s
     resident.pin(resident.pinned if header.pinned is None else header.pinned)

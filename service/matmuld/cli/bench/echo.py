@@ -1,23 +1,42 @@
-"""The floor of the HTTP stack: echoes under the service's own server settings, on sockets that are passed in.
+"""The floor of the HTTP stack: echoes under the service's own server settings.
 
     python -m matmuld.cli.bench.echo asgi|fastapi FD…
 
-``POST /N`` answers with the first N bytes of the body.
+Listens on the sockets that it inherits; ``POST /N`` answers with the first N bytes of the body.
 """
 
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from matmuld_client.wire import MSGPACK
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..sockets import address_of, listening
 
-async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-    """A bare ASGI callable."""
+
+@contextmanager
+def echoing(kind: str, addresses: Sequence[str]) -> Iterator[list[str]]:
+    """Where an echo in a process of its own can be reached, each address in turn."""
+    with listening(addresses) as sockets:
+        descriptors = [sock.fileno() for sock in sockets]
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, kind, *map(str, descriptors)], pass_fds=descriptors
+        )
+        try:
+            yield [address_of(sock) for sock in sockets]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def _asgi(scope: Scope, receive: Receive, send: Send) -> None:
     message = await receive()
     body = message["body"]
     while message["more_body"]:
@@ -29,19 +48,18 @@ async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": reply})
 
 
-def fastapi() -> FastAPI:
-    """The same as a route of FastAPI."""
+def _fastapi() -> FastAPI:
     app = FastAPI()
 
     @app.post("/{size}")
-    async def echo(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         body = await request.body()
         return Response(body[: int(request.path_params["size"])], media_type=MSGPACK)
 
     return app
 
 
-def serve(app: ASGIApp, sockets: list[socket.socket]) -> None:
+def _serve(app: ASGIApp, sockets: list[socket.socket]) -> None:
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -57,5 +75,5 @@ def serve(app: ASGIApp, sockets: list[socket.socket]) -> None:
 
 if __name__ == "__main__":
     kind, *descriptors = sys.argv[1:]
-    listening = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
-    serve({"asgi": asgi, "fastapi": fastapi()}[kind], listening)
+    inherited = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+    _serve(_asgi if kind == "asgi" else _fastapi(), inherited)

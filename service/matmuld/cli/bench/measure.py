@@ -1,24 +1,19 @@
-"""The measuring process: one client, one keep-alive connection to each server, cells in interleaved rounds.
+"""The measuring process: every cell once a round, over one connection each.
 
     python -m matmuld.cli.bench.measure DEVICE ROUNDS SECONDS
 
-Prints a line of JSON about the service, then one for each cell of each round. Exit status 1: an answer was wrong.
+Prints a line of JSON about the device, then one for each measurement. Exit status 1: wrong answer.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from tempfile import TemporaryDirectory
-from time import perf_counter
-from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from matmuld_client import Client
@@ -26,131 +21,106 @@ from matmuld_client.wire import MSGPACK, pack, unpack
 
 from ..failure import Failure
 from ..server import child
-from ..sockets import address_of, listening
-from .cells import SIZES, TRANSPORTS, Cell, Measurement
+from .echo import echoing
+from .load import Array, Layer, Steal, Subject, Wire, post_request
+from .results import CELLS, SIZES, TRANSPORTS, Cell, Measurement, Server, Transport
 
-Array = np.ndarray[Any, Any]
-
-WARM_CALLS = 20
-STALLED_SECONDS = 60
-
-
-class Layer:
-    """relu(x·Wᵀ + b) of one row, as many outputs as inputs, and how far an answer may be off."""
-
-    def __init__(self, size: int) -> None:
-        random = np.random.default_rng(size)
-        self.x = random.standard_normal((1, size), np.float32)
-        self.weight = random.standard_normal((size, size), np.float32)
-        self.bias = random.standard_normal(size, np.float32)
-        exact = self.x.astype(float) @ self.weight.T.astype(float) + self.bias
-        self._expected = np.maximum(exact, 0)
-        magnitude = np.abs(self.x) @ np.abs(self.weight.T) + np.abs(self.bias)
-        self._tolerance = (size + 1) * 2.0**-24 * magnitude  # of a sum in any order (Higham)
-
-    def product(self) -> Array:
-        """It in NumPy, in this process."""
-        y = np.matmul(self.x, self.weight.T)
-        y += self.bias
-        return np.maximum(y, 0, out=y)
-
-    def check(self, y: Array) -> None:
-        """Raise Failure unless `y` is the answer."""
-        if y.shape != self._expected.shape:
-            raise Failure(f"expected an answer of shape {self._expected.shape}, got {y.shape}")
-        error = np.abs(y - self._expected)
-        if not (error <= self._tolerance).all():
-            raise Failure(f"the answer is off by up to {error.max():.3g}")
+Addresses = dict[tuple[Server, Transport], str]
+Subjects = dict[Cell, Subject]
+ECHOES: tuple[Server, ...] = ("asgi", "fastapi")
 
 
-class Wire:
-    """Requests made ready once, and replies hardly looked at: the leanest client that Python has."""
-
-    def __init__(self, address: str) -> None:
-        if address.startswith("unix:"):
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(address.removeprefix("unix:"))
-        else:
-            url = urlsplit(address)
-            assert url.hostname is not None and url.port is not None
-            self._socket = socket.create_connection((url.hostname, url.port))
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(STALLED_SECONDS)
-        self._buffer = bytearray(1 << 16)
-        self._view = memoryview(self._buffer)
-
-    def post(self, request: list[bytes]) -> memoryview:
-        """The body of the reply, until the next request."""
-        self._socket.sendmsg(request)
-        start, end, received = 0, len(self._buffer), 0
-        while received < end:
-            count = self._socket.recv_into(self._view[received:])
-            if not count:
-                raise Failure("a server closed its connection")
-            received += count
-            if not start and (head := self._buffer.find(b"\r\n\r\n", 0, received)) > 0:
-                start = head + 4
-                end = start + self._body_length(head)
-        return self._view[start:end]
-
-    def _body_length(self, head: int) -> int:
-        if not self._buffer.startswith(b"HTTP/1.1 200"):
-            raise Failure(f"a server refused: {bytes(self._buffer[:head])!r}")
-        at = self._buffer.index(b"content-length: ", 0, head) + len(b"content-length: ")
-        return int(self._buffer[at : self._buffer.index(b"\r\n", at)])
+def main(device: str, rounds: int, seconds: float) -> None:
+    with servers(device) as (client, addresses), ExitStack() as stack:
+        print(json.dumps(client.info()["engine"]), flush=True)
+        found: Subjects = {}
+        for size in SIZES:
+            found |= subjects(size, client, addresses, stack)
+        steal = Steal()
+        for number in range(rounds):
+            start = number * len(CELLS) // rounds  # who comes first is another each time
+            for cell in CELLS[start:] + CELLS[:start]:
+                steal.share()
+                took = found[cell].measure(seconds)
+                print(
+                    Measurement.of(cell, number, took, steal.share()).model_dump_json(), flush=True
+                )
 
 
-@dataclass
-class Subject:
-    """What a cell measures: a call, and a check of what it gives."""
-
-    call: Callable[[], Any]
-    check: Callable[[Any], None]
-
-    def measure(self, seconds: float) -> list[float]:
-        """Seconds of every call, one after the other, for so long; the first and last answers are checked."""
-        self.check(self.call())
-        for _ in range(WARM_CALLS):
-            self.call()
-        took = []
-        began = perf_counter()
-        end = began + seconds
-        while began < end:
-            self.call()
-            done = perf_counter()
-            took.append(done - began)
-            began = perf_counter()
-        self.check(self.call())
-        return took
-
-
-def http_request(path: str, body: bytes) -> list[bytes]:
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Type: {MSGPACK}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return [head.encode(), body]
-
-
-def subjects(
-    stack: ExitStack, client: Client, addresses: dict[tuple[str, str], str]
-) -> Iterator[tuple[Cell, Subject]]:
-    """Every cell and what it calls."""
-    wires = {place: Wire(address) for place, address in addresses.items()}
-    clients = {way: stack.enter_context(Client(addresses["matmuld", way])) for way in TRANSPORTS}
-    for size in SIZES:
-        layer = Layer(size)
-        yield Cell("numpy", "in process", size), Subject(layer.product, layer.check)
-        weight, bias = client.put(layer.weight, pinned=True), client.put(layer.bias, pinned=True)
-        header = {
-            "x": {"dtype": "float32", "shape": [1, size], "payload": 0},
-            "weight": {"tensor": weight.handle},
-            "bias": {"tensor": bias.handle},
-            "activation": "relu",
+@contextmanager
+def servers(device: str) -> Iterator[tuple[Client, Addresses]]:
+    """All that is measured, each in a process of its own, and a client of the service."""
+    with TemporaryDirectory(prefix="matmuld-") as folder, ExitStack() as stack:
+        own = [f"http://127.0.0.1:{free_port()}", f"unix:{folder}/matmuld"]
+        flags = [word for address in own for word in ("--listen", address)]
+        client = stack.enter_context(child(device, *flags))
+        addresses: Addresses = {
+            ("matmuld", way): at for way, at in zip(TRANSPORTS, own, strict=True)
         }
-        body = b"".join(pack(header, [layer.x.tobytes()]))
-        request = http_request("/v1/linear/forward", body)
-        for way in TRANSPORTS:
-            def post(wire: Wire = wires["matmuld", way], request: list[bytes] = request) -> memoryview:
-                return wire.post(request)
+        for kind in ECHOES:
+            asked = ["http://127.0.0.1:0", f"unix:{folder}/{kind}"]
+            given = stack.enter_context(echoing(kind, asked))
+            addresses |= {(kind, way): at for way, at in zip(TRANSPORTS, given, strict=True)}
+        yield client, addresses
 
+
+def subjects(size: int, client: Client, addresses: Addresses, stack: ExitStack) -> Subjects:
+    """Every cell of one size; what they need to be open is closed by `stack`."""
+    layer = Layer(size)
+    weight, bias = client.put(layer.weight, pinned=True), client.put(layer.bias, pinned=True)
+    body = forward_body(layer, weight.handle, bias.handle)
+    found = {Cell("numpy", "in process", size): Subject(layer.product, layer.check)}
+    for way in TRANSPORTS:
+        sdk = stack.enter_context(Client(addresses["matmuld", way]))
+        found[Cell("sdk", way, size)] = Subject(
+            partial(sdk.linear, layer.x, weight, bias, activation="relu"), layer.check
+        )
+        wire = Wire(addresses["matmuld", way])
+        forward = partial(wire.post, post_request("/v1/linear/forward", MSGPACK, body))
+        found[Cell("matmuld", way, size)] = Subject(
+            forward, lambda reply: layer.check(answer(reply)), wire
+        )
+        with wire:
+            told = body[: len(forward())]
+        for server in ECHOES:
+            wire = Wire(addresses[server, way])
+            echo = partial(wire.post, post_request(f"/{len(told)}", MSGPACK, body))
+            found[Cell(server, way, size)] = Subject(echo, partial(check_echo, told), wire)
+    return found
+
+
+def forward_body(layer: Layer, weight: str, bias: str) -> bytes:
+    """The body of /v1/linear/forward, weight and bias by their handles."""
+    header = {
+        "x": {"dtype": "float32", "shape": list(layer.x.shape), "payload": 0},
+        "weight": {"tensor": weight},
+        "bias": {"tensor": bias},
+        "activation": "relu",
+    }
+    return b"".join(pack(header, [layer.x.tobytes()]))
+
+
+def answer(reply: memoryview) -> Array:
+    """y of a reply."""
+    header, payloads = unpack(reply)
+    return np.frombuffer(payloads[0], np.float32).reshape(header["y"]["shape"])
+
+
+def check_echo(sent: bytes, reply: memoryview) -> None:
+    if reply != sent:
+        raise Failure("an echo did not say what it was told")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    except Failure as error:
+        sys.exit(f"matmuld: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -14,27 +14,42 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-Server = Literal["numpy", "asgi echo", "fastapi echo", "matmuld", "matmuld sdk"]
+from ... import __version__
+
+Server = Literal["numpy", "asgi", "fastapi", "matmuld", "sdk"]
 Transport = Literal["in process", "tcp", "unix"]
 
 SIZES = (64, 1024)
+SERVERS: tuple[Server, ...] = ("asgi", "fastapi", "matmuld", "sdk")
 TRANSPORTS: tuple[Transport, ...] = ("tcp", "unix")
-PACKAGES = ("matmuld", "fastapi", "httptools", "msgpack", "numpy", "pydantic", "uvicorn", "uvloop")
 
 ECHO_FACTOR = 1.3
-"""A hot route takes at most so many times the bare ASGI echo, and the product."""
+"""A hot route is to take no longer than so many bare ASGI echoes and the product."""
+
+_PACKAGES = ("fastapi", "httptools", "numpy", "pydantic", "uvicorn", "uvloop")
 
 
 class Cell(NamedTuple):
-    """What is measured: one float32 row through a resident layer of `size` inputs and outputs."""
+    """What is measured: who answers, over what, and the inputs and outputs of the layer."""
 
     server: Server
     transport: Transport
     size: int
 
 
+CELLS = (
+    *(Cell("numpy", "in process", size) for size in SIZES),
+    *(
+        Cell(server, transport, size)
+        for size in SIZES
+        for transport in TRANSPORTS
+        for server in SERVERS
+    ),
+)
+
+
 class Latency(BaseModel):
-    """Of one sequential client's requests, in µs."""
+    """Of requests one after the other, in µs: a round's, or the median over the rounds."""
 
     server: Server
     transport: Transport
@@ -50,7 +65,7 @@ class Latency(BaseModel):
 
 
 class Measurement(Latency):
-    """Of one cell in one round. `steal` is the share of the cores that the hypervisor took meanwhile."""
+    """One cell in one round. `steal` is the share of the cores' time that the hypervisor took."""
 
     round: int
     requests: int
@@ -58,14 +73,114 @@ class Measurement(Latency):
 
     @classmethod
     def of(cls, cell: Cell, round: int, seconds: Sequence[float], steal: float) -> Measurement:
-        p50, p90, p99 = np.percentile(seconds, (50, 90, 99)).tolist()
+        us = np.array(seconds) * 1e6
+        mean, p50, p90, p99 = np.round([us.mean(), *np.percentile(us, (50, 90, 99))], 1).tolist()
         return cls(
             **cell._asdict(),
+            mean_us=mean,
+            p50_us=p50,
+            p90_us=p90,
+            p99_us=p99,
             round=round,
             requests=len(seconds),
-            steal=round_to(steal, 4),
-            mean_us=microseconds(sum(seconds) / len(seconds)),
-            p50_us=microseconds(p50),
-            p90_us=microseconds(p90),
-            p99_us=microseconds(p99),
+            steal=steal,
         )
+
+
+class Bar(BaseModel):
+    """Whether a hot route holds: p50 ≤ ECHO_FACTOR · p50 of the echo + p50 of the product."""
+
+    transport: Transport
+    size: int
+    p50_us: float
+    limit_us: float
+    echoes: float
+
+    @property
+    def holds(self) -> bool:
+        return self.p50_us <= self.limit_us
+
+
+class HttpResults(BaseModel):
+    """A whole run."""
+
+    benchmark: Literal["http"] = "http"
+    date: str
+    device: dict[str, Any]
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    seconds: float
+    rounds: int
+    summary: list[Latency]
+    bars: list[Bar]
+    measurements: list[Measurement]
+
+    @classmethod
+    def of(
+        cls, device: dict[str, Any], measurements: list[Measurement], *, rounds: int, seconds: float
+    ) -> HttpResults:
+        summary = medians(measurements)
+        return cls(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            device=device,
+            machine={
+                "cpu": cpu_model(),
+                "cores": len(os.sched_getaffinity(0)),
+                "system": platform.platform(),
+            },
+            versions={
+                "matmuld": __version__,
+                "python": platform.python_version(),
+                **{package: version(package) for package in _PACKAGES},
+            },
+            seconds=seconds,
+            rounds=rounds,
+            summary=summary,
+            bars=bars(summary) if device["device"] == "cpu" else [],
+            measurements=measurements,
+        )
+
+
+def medians(measurements: Sequence[Measurement]) -> list[Latency]:
+    """Each cell's figures, the median over its rounds."""
+    rounds: dict[Cell, list[Measurement]] = {}
+    for measurement in measurements:
+        rounds.setdefault(measurement.cell, []).append(measurement)
+    return [
+        Latency(
+            **cell._asdict(),
+            **{
+                name: round(median(getattr(measurement, name) for measurement in rounds[cell]), 1)
+                for name in ("mean_us", "p50_us", "p90_us", "p99_us")
+            },
+        )
+        for cell in CELLS
+    ]
+
+
+def bars(summary: Sequence[Latency]) -> list[Bar]:
+    """The bar of every transport and size; the product is NumPy's, so it is for the CPU engine."""
+    p50 = {latency.cell: latency.p50_us for latency in summary}
+    result = []
+    for size in SIZES:
+        product = p50[Cell("numpy", "in process", size)]
+        for transport in TRANSPORTS:
+            echo, route = (p50[Cell(server, transport, size)] for server in ("asgi", "matmuld"))
+            result.append(
+                Bar(
+                    transport=transport,
+                    size=size,
+                    p50_us=route,
+                    limit_us=round(ECHO_FACTOR * echo + product, 1),
+                    echoes=round((route - product) / echo, 2),
+                )
+            )
+    return result
+
+
+def cpu_model() -> str:
+    """As the kernel names it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,73 @@
+"""`matmuld bench http`: small requests beside bare echoes and the product alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+from rich.console import Console
+from rich.progress import track
+
+from ...settings import Device
+from ..failure import Failure
+from .report import draw, render
+from .results import CELLS, HttpResults, Measurement
+
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class HttpBench(BaseModel):
+    """Latency of a forward pass of one row through a resident layer, on one BLAS thread.
+
+    Answers are checked; the exit status does not depend on the figures.
+    """
+
+    device: Device = Field("cpu", description="auto, cpu or cuda:N")
+    rounds: PositiveInt = Field(5, description="every cell is measured once a round")
+    seconds: PositiveFloat = Field(1.0, description="for each cell of a round")
+    output: Path = Field(Path("docs/benchmarks"), description="folder for a JSON file and a chart")
+
+    def run(self) -> int:
+        console = Console()
+        device, measurements = self._measure(Console(stderr=True))
+        results = HttpResults.of(device, measurements, rounds=self.rounds, seconds=self.seconds)
+        console.print(render(results))
+        for path in self._write(results):
+            console.print(f"wrote {path}")
+        return 0
+
+    def _measure(self, console: Console) -> tuple[dict[str, Any], list[Measurement]]:
+        """In a process of its own: BLAS reads how many threads it may have when it is loaded."""
+        command = [sys.executable, "-m", f"{__package__}.measure"]
+        arguments = [self.device, str(self.rounds), str(self.seconds)]
+        with subprocess.Popen(
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **_ONE_THREAD},
+        ) as process:
+            assert process.stdout is not None
+            lines = track(
+                process.stdout, "measuring", total=1 + self.rounds * len(CELLS), console=console
+            )
+            found = [json.loads(line) for line in lines]
+        if process.returncode:
+            raise Failure("the measurement did not come to its end")
+        return found[0], [Measurement.model_validate(line) for line in found[1:]]
+
+    def _write(self, results: HttpResults) -> list[Path]:
+        """The JSON file and, where Matplotlib is installed, the chart."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        name = f"http-{results.device['device'].replace(':', '')}"
+        path = self.output / f"{name}.json"
+        path.write_text(results.model_dump_json(indent=2) + "\n")
+        if find_spec("matplotlib") is None:
+            return [path]
+        draw(results, path.with_suffix(".png"))
+        return [path, path.with_suffix(".png")]

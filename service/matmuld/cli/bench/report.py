@@ -1,0 +1,91 @@
+"""The results of `matmuld bench http` for people: a table and a chart."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from .results import ECHO_FACTOR, SIZES, Bar, Cell, HttpResults, Server, Transport
+
+LABELS: dict[Server, str] = {
+    "numpy": "NumPy, the product alone",
+    "asgi": "bare ASGI echo",
+    "fastapi": "bare FastAPI echo",
+    "matmuld": "matmuld",
+    "sdk": "matmuld through the SDK",
+}
+_COLORS: dict[Transport, str] = {"in process": "0.6", "tcp": "tab:blue", "unix": "tab:orange"}
+_OFFSETS: dict[Transport, float] = {"in process": 0.0, "tcp": -0.2, "unix": 0.2}
+
+
+def render(results: HttpResults) -> Group:
+    """The medians, cell by cell, and whether the bars hold."""
+    title = f"µs a request, the medians of {results.rounds} rounds of {results.seconds:g} s"
+    table = Table("layer", "over", "server", title=title, title_justify="left")
+    for name in ("mean", "p50", "p90", "p99", "÷ echo"):
+        table.add_column(name, justify="right")
+    p50 = {latency.cell: latency.p50_us for latency in results.summary}
+    for _, section in groupby(results.summary, lambda latency: (latency.size, latency.transport)):
+        for latency in section:
+            echo = p50.get(Cell("asgi", latency.transport, latency.size))
+            figures = (latency.mean_us, latency.p50_us, latency.p90_us, latency.p99_us)
+            table.add_row(
+                f"{latency.size} → {latency.size}",
+                latency.transport,
+                LABELS[latency.server],
+                *(f"{us:.1f}" for us in figures),
+                f"{latency.p50_us / echo:.2f}" if echo else "",
+            )
+        table.add_section()
+    return Group(table, *map(_sentence, results.bars))
+
+
+def _sentence(bar: Bar) -> Text:
+    return Text(
+        f"{bar.size} → {bar.size} over {bar.transport}: p50 is {bar.p50_us:.1f} µs, "
+        f"the bar ({ECHO_FACTOR} · echo + product) {bar.limit_us:.1f}; "
+        f"without the product {bar.echoes:.2f} · echo",
+        style="green" if bar.holds else "red",
+    )
+
+
+def draw(results: HttpResults, path: Path) -> None:
+    """A chart of p50, with a line up to p90, and a mark where the bar of `matmuld` is."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(9, 3 * len(SIZES)), layout="constrained")
+    rows = list(LABELS)
+    for axes, size in zip(figure.subplots(len(SIZES)), SIZES, strict=True):
+        for latency in results.summary:
+            if latency.size == size:
+                height = rows.index(latency.server) + _OFFSETS[latency.transport]
+                axes.barh(height, latency.p50_us, 0.36, color=_COLORS[latency.transport])
+                axes.hlines(height, latency.p50_us, latency.p90_us, "0.3", linewidth=1)
+        for bar in results.bars:
+            if bar.size == size:
+                height = rows.index("matmuld") + _OFFSETS[bar.transport]
+                axes.plot(bar.limit_us, height, "k|", markersize=14)
+        axes.set_title(f"{size} → {size}, one float32 row, bias and ReLU", loc="left")
+        axes.set_yticks(range(len(rows)), LABELS.values())
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_xlabel("µs a request, p50 and a line up to p90")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        handles=[
+            *(Patch(color=color, label=transport) for transport, color in _COLORS.items()),
+            Line2D(
+                [], [], color="k", marker="|", linestyle="", label=f"{ECHO_FACTOR} · echo + product"
+            ),
+        ],
+        loc="outside upper right",
+        ncols=4,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,194 @@
+"""What a product should give: unfused, in float64, and how far off a right result may be.
+
+Nothing here comes from the service: it is what the service is checked against.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+F64 = NDArray[np.float64]
+
+
+class Precision(NamedTuple):
+    """Unit roundoffs of a dtype's accumulator and result, and the spacing of its subnormals."""
+
+    accumulator: float
+    result: float
+    subnormal: float
+
+
+PRECISIONS = {
+    # Summed in float64. The reference rounds as often, hence twice float64's roundoff.
+    "float64": Precision(2**-52, 2**-53, 2**-1074),
+    # Summed in float32. TF32, at 2**-11, would not pass.
+    "float32": Precision(2**-24, 2**-24, 2**-149),
+    # Products of two 11-bit significands are exact in float32; the sum is rounded once.
+    "float16": Precision(2**-24, 2**-11, 2**-24),
+    # The same with 8-bit significands.
+    "bfloat16": Precision(2**-24, 2**-8, 2**-133),
+}
+SUM = 2.0
+"""A sum of K terms is off by at most K·u·Σ|terms|, with independent roundings by about √K·u·Σ|terms| (Higham & Mary
+2019): allowed is this many times that."""
+GELU_SLOPE = 1.13
+"""The largest slope of GELU: by how much it can magnify the error of its argument."""
+GELU_EVALUATION = 16.0
+"""Roundoffs, relative to 1 + |z|, for tanh and the polynomials around it, where 1 − tanh² cancels."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A result in float64, and how far off each of its elements may be."""
+
+    value: F64
+    tolerance: F64
+
+
+class Comparison(NamedTuple):
+    """The element that is off by most, measured by what it may be off."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.tolerance
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= 1.0
+
+
+def compare(actual: Array, expected: Expected) -> Comparison:
+    """How far `actual` is off. What is not a number, or of another shape, is off by infinity."""
+    if actual.shape != expected.value.shape:
+        return Comparison(math.inf, 1.0)
+    error = np.abs(actual.astype(np.float64) - expected.value)
+    error[~np.isfinite(error)] = math.inf
+    worst = np.unravel_index(np.argmax(error / expected.tolerance), error.shape)
+    return Comparison(float(error[worst]), float(expected.tolerance[worst]))
+
+
+class Oracle:
+    """Expected results of one dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.precision = PRECISIONS[dtype]
+
+    def product(self, a: Array, b: Array) -> Expected:
+        """``a @ b``, not yet rounded to the result's dtype."""
+        a, b = f64(a), f64(b)
+        return Expected(a @ b, self._sum_error(np.abs(a) @ np.abs(b), a.shape[-1]))
+
+    def add(self, z: Expected, term: F64) -> Expected:
+        value = z.value + term
+        rounding = self.precision.accumulator * (np.abs(term) + np.abs(value))
+        return Expected(value, z.tolerance + rounding)
+
+    def scale(self, z: Expected, factor: float) -> Expected:
+        value = factor * z.value
+        return Expected(value, abs(factor) * z.tolerance + self._computed(value))
+
+    def rounded(self, z: Expected) -> Expected:
+        """Once, to the result's dtype."""
+        precision = self.precision
+        rounding = precision.result * np.abs(z.value) + precision.subnormal
+        return Expected(z.value, z.tolerance + rounding)
+
+    def activated(self, activation: str, z: Expected) -> Expected:
+        """The activation of a pre-activation, which may have been rounded for the sake of an aux."""
+        if activation == "relu":
+            return Expected(np.maximum(z.value, 0.0), z.tolerance)
+        if activation == "none":
+            return z
+        z = self.rounded(z)
+        evaluation = GELU_EVALUATION * self.precision.accumulator * (1.0 + np.abs(z.value))
+        return Expected(gelu(z.value), GELU_SLOPE * z.tolerance + evaluation)
+
+    def times_slope(self, activation: str, gradient: Expected, aux: Array) -> Expected:
+        """A gradient times the activation's slope: at `aux`, or for ReLU where `aux` is true."""
+        if activation == "none":
+            return gradient
+        aux = f64(aux)
+        if activation == "relu":
+            return Expected(gradient.value * aux, gradient.tolerance * aux)
+        slope = gelu_slope(aux)
+        evaluation = GELU_EVALUATION * self.precision.accumulator * (1.0 + np.abs(aux))
+        tolerance = gradient.tolerance * np.abs(slope) + evaluation * np.abs(gradient.value)
+        return Expected(gradient.value * slope, tolerance)
+
+    def summed(self, terms: Expected, axis: int) -> Expected:
+        """Sums of numbers that may have been rounded before; their roundings are independent."""
+        magnitude, count = np.abs(terms.value), terms.value.shape[axis]
+        tolerance = terms.tolerance.sum(axis) + self._sum_error(magnitude.sum(axis), count)
+        roundings = self.precision.result * np.sqrt(np.square(magnitude).sum(axis))
+        return Expected(terms.value.sum(axis), tolerance + 4.0 * roundings)
+
+    def exact(self, values: Array) -> Expected:
+        """Numbers as they were given."""
+        return Expected(f64(values), np.zeros(values.shape))
+
+    def _computed(self, value: F64) -> F64:
+        return np.asarray(self.precision.accumulator * np.abs(value))
+
+    def _sum_error(self, magnitude: F64, count: int) -> F64:
+        return np.asarray(SUM * math.sqrt(count) * self.precision.accumulator * magnitude)
+
+
+def positive(z: Expected) -> Expected:
+    """Where a pre-activation is above zero; where that is uncertain, anything goes."""
+    uncertain = np.abs(z.value) <= z.tolerance
+    return Expected(f64(z.value > 0), np.where(uncertain, np.inf, 0.5))
+
+
+def f64(array: Array) -> F64:
+    return np.asarray(array).astype(np.float64)
+
+
+def gelu(z: F64) -> F64:
+    """``z · σ(2u)``, which is the tanh form ``z/2 · (1 + tanh u)``."""
+    return z * _sigmoid(2.0 * _inner(z))
+
+
+def gelu_slope(z: F64) -> F64:
+    """By the product rule on ``z · σ(2u)``."""
+    sigma = _sigmoid(2.0 * _inner(z))
+    inner_slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * np.square(z))
+    return np.asarray(sigma + z * sigma * (1.0 - sigma) * 2.0 * inner_slope)
+
+
+def _inner(z: F64) -> F64:
+    return np.asarray(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
+
+
+def _sigmoid(x: F64) -> F64:
+    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(x, -700.0, 700.0))))
+
+
+def padded_rows(kind: str, m: int) -> int:
+    """Rows of cuBLASLt's aux matrices: 16 bytes of bits, or 8 elements, at a time."""
+    return math.ceil(m / 128) * 16 if kind == "relu_aux" else math.ceil(m / 8) * 8
+
+
+def pack(mask: Array) -> Array:
+    """A relu_aux (…, R, N) of a mask (…, M, N), least significant bit first; bits beyond M are 1."""
+    *batch, m, n = mask.shape
+    rows = padded_rows("relu_aux", m)
+    bits = np.ones((*batch, rows, 8, n), np.uint8)
+    bits.reshape(*batch, rows * 8, n)[..., :m, :] = mask
+    weights = (1 << np.arange(8, dtype=np.uint8)).reshape(8, 1)
+    return np.asarray((bits * weights).sum(-2, dtype=np.uint8))
+
+
+def unpack(aux: Array, m: int) -> Array:
+    """The mask (…, M, N) of a relu_aux."""
+    rows = np.arange(m)
+    shifts = (rows % 8).astype(np.uint8).reshape(m, 1)
+    return np.asarray(aux[..., rows // 8, :] >> shifts & 1)
