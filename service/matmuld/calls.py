@@ -122,7 +122,7 @@ class Call:
         """
         began = perf_counter()
         signature = self.engine.signature(operands, epilog, options)
-        async with self._pool.lease(signature, operands) as plan:
+        async with self._pool.lease(signature, operands, self.tenant) as plan:
             planned = perf_counter()
             await self.engine.run(plan, operands)
         done = perf_counter()
@@ -181,17 +181,14 @@ class Call:
         leaves = list(_leaves(results))
         began = perf_counter()
         fetched = [leaf for leaf in leaves if leaf.placement == "payload"]
-        if fetched:
-            payloads = await self.engine.download([leaf.value for leaf in fetched])
-        else:
-            payloads = []
-            await self.engine.synchronize()
+        payloads, copying = await self.engine.download([leaf.value for leaf in fetched])
+        self.timing.copy += copying
+        self.timing.compute += perf_counter() - began - copying
         self._check_places(leaves, tape)
         header = self._header(results, iter(range(len(fetched))))
         if tape is not None:
             held = self.store.add(self.tenant, tape.value, kind="tape", nbytes=tape.nbytes)
             header["tape"] = {"tensor": held.handle, "kind": "tape"}
-        self.timing.copy += perf_counter() - began
         return header, payloads
 
     def _check_places(self, leaves: Sequence[Result], tape: TapeResult | None) -> None:

@@ -186,7 +186,7 @@ def described(
             f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype[:40]!r}", operand=name
         )
     if len(shape) > DIMENSIONS_LIMIT:
-        raise InvalidOperands(
+        raise Malformed(
             f"{name}: expected at most {DIMENSIONS_LIMIT} dimensions, got {len(shape)}",
             operand=name,
         )

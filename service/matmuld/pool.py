@@ -32,12 +32,14 @@ class Entry:
     """A signature's place in the pool.
 
     Attributes:
+        owner: the tenant who was the first to need it; all tenants use it.
         plan: None while it is being made.
         in_use: whether somebody has the plan; whoever gives it back hands it to the first waiter.
     """
 
     id: str
     signature: Signature
+    owner: str
     plan: Plan | None = None
     in_use: bool = True
     waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
@@ -52,16 +54,19 @@ class Entry:
 class Lease:
     """An exclusive use of a plan, as an async context manager."""
 
-    __slots__ = ("_entry", "_operands", "_pool", "_signature")
+    __slots__ = ("_entry", "_operands", "_owner", "_pool", "_signature")
 
-    def __init__(self, pool: PlanPool, signature: Signature, operands: Operands) -> None:
+    def __init__(
+        self, pool: PlanPool, signature: Signature, operands: Operands, owner: str
+    ) -> None:
         self._pool = pool
         self._signature = signature
         self._operands = operands
+        self._owner = owner
 
     async def __aenter__(self) -> Plan:
         pool = self._pool
-        entry = self._entry = pool.find(self._signature, self._operands)
+        entry = self._entry = pool.find(self._signature, self._operands, self._owner)
         if entry.in_use:
             await pool.wait(entry)
         else:
@@ -112,15 +117,16 @@ class PlanPool:
         """Plans in use or being made."""
         return sum(entry.in_use for entry in self._entries.values())
 
-    def lease(self, signature: Signature, operands: Operands) -> Lease:
-        """The plan of `signature` for an ``async with``; made on `operands` if there is none.
+    def lease(self, signature: Signature, operands: Operands, owner: str) -> Lease:
+        """The plan of `signature` for an ``async with``; made on `operands` if there is none, for
+        the tenant `owner`.
 
         Raises:
             OutOfMemory: planning needs more than there is.
         """
-        return Lease(self, signature, operands)
+        return Lease(self, signature, operands, owner)
 
-    def find(self, signature: Signature, operands: Operands) -> Entry:
+    def find(self, signature: Signature, operands: Operands, owner: str) -> Entry:
         """The place of `signature`; if it is new, its plan is being made."""
         entry = self._entries.get(signature)
         if entry is not None:
@@ -129,7 +135,7 @@ class PlanPool:
             self._entries.move_to_end(signature)
             return entry
         self.stats.misses += 1
-        entry = self._entries[signature] = Entry(secrets.token_hex(6), signature)
+        entry = self._entries[signature] = Entry(secrets.token_hex(6), signature, owner)
         task = asyncio.ensure_future(self._make(entry, operands))
         self._making.add(task)
         task.add_done_callback(self._making.discard)
@@ -147,7 +153,7 @@ class PlanPool:
             raise
 
     async def _make(self, entry: Entry, operands: Operands) -> None:
-        """Plan. A failure reaches all who wait and is forgotten, so that a later one plans again."""
+        """Plan. A failure reaches all who wait, and is not remembered."""
         began = perf_counter()
         try:
             entry.plan = await self.engine.plan(entry.signature, operands)
@@ -205,6 +211,7 @@ class PlanPool:
         assert entry.plan is not None
         return {
             "id": entry.id,
+            "owner": entry.owner,
             **entry.signature.describe(),
             "path": entry.plan.path,
             "flops": entry.signature.flops,

@@ -101,6 +101,7 @@ class Plan(Reply):
     """One plan of the pool."""
 
     id: str
+    owner: str
     epilog: str
     operands: dict[str, str]
     compute_type: str

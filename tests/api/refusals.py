@@ -52,6 +52,13 @@ def footprint(wire: Wire) -> dict[str, int]:
     }
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
 @contextmanager
 def unchanged(wire: Wire) -> Iterator[None]:
     """Fails if the service holds anything more or less at the end than at the beginning.

@@ -124,6 +124,7 @@ def test_a_chunked_body_is_read(wire: Wire, chunks: int) -> None:
         ("dtype=float32&shape=-1", "tensor", "extents ≥ 0, got [-1]", "invalid_operands"),
         ("dtype=int8&shape=1", "tensor", "expected dtype ... got 'int8'", "invalid_operands"),
         ("dtype=uint8&shape=4", "tensor", "expected dtype ... got 'uint8'", "invalid_operands"),
+        ("dtype=float32&shape=" + "1," * 8 + "1", "tensor", "most 8 ... got 9", "malformed"),
         ("dtype=float32&shape=2", "tensor", "body of 8 bytes, Content-Length is 4", "malformed"),
         ("dtype=float64&shape=", "tensor", "body of 8 bytes, Content-Length is 4", "malformed"),
         ("dtype=float32&shape=0", "tensor", "body of 0 bytes, Content-Length is 4", "malformed"),
@@ -177,7 +178,7 @@ def test_a_client_that_goes_away_within_its_body(wire: Wire, socket_path: Path, 
         connection.putheader("Content-Length", str(len(body)))
         connection.endheaders(body[:sent])
         connection.close()
-    assert works(wire)
+        assert works(wire)
 
 
 @pytest.mark.parametrize(

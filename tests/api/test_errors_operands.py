@@ -69,7 +69,7 @@ def test_a_size_that_its_payload_does_not_have(wire: Wire, nbytes: int) -> None:
         ([(1 << 63) - 1, (1 << 63) - 1], "x: expected at most 2^48 bytes"),
         ([0, 1 << 62], "x: expected at most 2^48 bytes"),
         ([1 << 31, 1 << 31, 4], "x: expected at most 2^48 bytes"),  # 2^64 elements: 0 in an int64
-        ([1 << 45, 3], "x: expected 422212465065984 bytes for shape ... got 24"),
+        ([1 << 44, 3], "x: expected 211106232532992 bytes for shape ... got 24"),
         ([2], "x: expected shape […, batch, 3] (weight is (4, 3)), got (2,)"),
         ([], "x: expected shape […, batch, 3] (weight is (4, 3)), got ()"),
         ([2, 4], "x: expected shape […, batch, 3] (weight is (4, 3)), got (2, 4)"),
@@ -84,7 +84,7 @@ def test_shapes_of_x(wire: Wire, shape: list[int], says: str) -> None:
 
 def test_more_dimensions_than_eight(wire: Wire) -> None:
     x = described(*[1] * 8, 3)
-    says = "x.shape: List should have at most 8 items ... not 9"
+    says = "x.shape: expected at most 8 items ... not 9, got [1, 1,"
     refused_header(wire, FORWARD, forward(x=x), *BODY, code="malformed", operand="x", says=says)
     answer = wire.send(FORWARD, forward(x=described(*[1] * 6, 2, 3)), *BODY)
     assert answer.header["y"]["shape"] == [*[1] * 6, 2, 4]
@@ -142,9 +142,7 @@ def test_dtypes_that_are_none(wire: Wire, dtype: str) -> None:
 def test_dtypes_that_differ(wire: Wire, dtype: Any) -> None:
     name, other = np.dtype(dtype).name, zeros(4, 3, dtype=dtype)
     says = f"weight: expected dtype float32 (that of x), got {name}"
-    invalid(
-        wire, FORWARD, forward(weight=tensor(other, 1)), X, other, operand="weight", says=says
-    )
+    invalid(wire, FORWARD, forward(weight=tensor(other, 1)), X, other, operand="weight", says=says)
     bias = zeros(4, dtype=dtype)
     says = f"bias: expected dtype float32 (that of the result), got {name}"
     header = forward(bias=tensor(bias, 2))
@@ -236,7 +234,12 @@ def test_views_of_a_tensor(wire: Wire, view: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("path", "header", "operand", "says"),
     [
-        (BACKWARD, {"dz": described()}, "dz", "dz: expected shape […, batch, out] with out ≥ 1, got ()"),
+        (
+            BACKWARD,
+            {"dz": described()},
+            "dz",
+            "dz: expected shape […, batch, out] with out ≥ 1, got ()",
+        ),
         (BACKWARD, {"dz": described(2, 0)}, "dz", "with out ≥ 1, got (2, 0)"),
         (
             BACKWARD,
@@ -364,7 +367,7 @@ def test_options_that_do_not_go_with_the_dtype(
     invalid(wire, FORWARD, forward(options=options), X, WEIGHT, operand=operand, says=says)
 
 
-@pytest.mark.parametrize("activation", ["gelu_erf", "gelu(erf)", "GELU"])
+@pytest.mark.parametrize("activation", ["gelu_erf", "gelu(erf)"])
 def test_the_erf_form_of_gelu(wire: Wire, activation: str) -> None:
     says = f"expected none, relu or gelu, got '{activation}' (gelu is the tanh form; the erf form"
     header = forward(activation=activation)

@@ -46,7 +46,7 @@ class Bench:
         return self.engine.empty(shape, dtype)
 
     def down(self, array: Array) -> Host:
-        (host,) = self.wait(self.engine.download([array]))
+        (host,), _ = self.wait(self.engine.download([array]))
         return host
 
     def options(self, array: Array, **options: Any) -> Options:

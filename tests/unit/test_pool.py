@@ -32,7 +32,7 @@ def key(engine: Engine, o: Operands) -> Signature:
 
 async def use(pool: PlanPool, o: Operands) -> None:
     signature = key(pool.engine, o)
-    async with pool.lease(signature, o) as plan:
+    async with pool.lease(signature, o, "me") as plan:
         await pool.engine.run(plan, o)
         await pool.engine.synchronize()
 
@@ -69,7 +69,7 @@ def test_a_plan_is_used_by_one_at_a_time_in_the_order_they_came(device: str) -> 
         log: list[tuple[str, int]] = []
 
         async def hold(name: int) -> None:
-            async with pool.lease(key(engine, o), o):
+            async with pool.lease(key(engine, o), o, "me"):
                 log.append(("in", name))
                 await asyncio.sleep(0)
                 log.append(("out", name))
@@ -85,7 +85,7 @@ def test_a_plan_in_use_is_not_evicted_and_the_oldest_idle_one_is(device: str) ->
     async def body(engine: Engine) -> None:
         pool = PlanPool(engine, capacity=2, byte_limit=1 << 30)
         held, *others = (operands(engine, m) for m in (1, 2, 3, 4))
-        async with pool.lease(key(engine, held), held) as plan:
+        async with pool.lease(key(engine, held), held, "me") as plan:
             for other in others:
                 await use(pool, other)
             assert pool.evict() == 1
@@ -103,8 +103,8 @@ def test_the_pool_is_over_its_limit_only_while_all_its_plans_are_in_use(device: 
     async def body(engine: Engine) -> None:
         pool = PlanPool(engine, capacity=1, byte_limit=1 << 30)
         first, second = operands(engine, 1), operands(engine, 2)
-        async with pool.lease(key(engine, first), first):
-            async with pool.lease(key(engine, second), second):
+        async with pool.lease(key(engine, first), first, "me"):
+            async with pool.lease(key(engine, second), second, "me"):
                 assert len(pool) == 2
             assert len(pool) == 1
         assert [entry.signature for entry in pool] == [key(engine, first)]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
+Activation = Literal["none", "relu", "gelu"]
 
 
 class Precision(NamedTuple):
@@ -50,6 +51,17 @@ class Expected:
     value: F64
     tolerance: F64
 
+    def reshape(self, *shape: int) -> Expected:
+        return Expected(self.value.reshape(shape), self.tolerance.reshape(shape))
+
+    @property
+    def T(self) -> Expected:
+        return Expected(self.value.T, self.tolerance.T)
+
+
+Outcomes = dict[str, tuple[Array, Expected]]
+"""Outputs by their names, each with what it should be."""
+
 
 class Comparison(NamedTuple):
     """The element that is off by most, measured by what it may be off."""
@@ -60,10 +72,6 @@ class Comparison(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.error / self.tolerance
-
-    @property
-    def passed(self) -> bool:
-        return self.ratio <= 1.0
 
 
 def compare(actual: Array, expected: Expected) -> Comparison:
@@ -77,69 +85,69 @@ def compare(actual: Array, expected: Expected) -> Comparison:
 
 
 class Oracle:
-    """Expected results of one dtype."""
+    """Expected results of one dtype; not rounded to it but by `rounded`."""
 
     def __init__(self, dtype: str) -> None:
-        self.precision = PRECISIONS[dtype]
+        self._precision = PRECISIONS[dtype]
 
-    def product(self, a: Array, b: Array) -> Expected:
-        """``a @ b``, not yet rounded to the result's dtype."""
-        a, b = f64(a), f64(b)
-        return Expected(a @ b, self._sum_error(np.abs(a) @ np.abs(b), a.shape[-1]))
+    def product(self, a: Expected, b: Array) -> Expected:
+        magnitude = f64(b)
+        value = a.value @ magnitude
+        np.abs(magnitude, out=magnitude)
+        error = a.tolerance + self._sum_error(np.abs(a.value), a.value.shape[-1])
+        return Expected(value, error @ magnitude)
 
-    def add(self, z: Expected, term: F64) -> Expected:
+    def scaled(self, z: Expected, factor: float) -> Expected:
+        value = factor * z.value
+        rounding = self._precision.accumulator * np.abs(value)
+        return Expected(value, abs(factor) * z.tolerance + rounding)
+
+    def plus(self, z: Expected, term: F64) -> Expected:
         value = z.value + term
-        rounding = self.precision.accumulator * (np.abs(term) + np.abs(value))
+        rounding = self._precision.accumulator * (np.abs(term) + np.abs(value))
         return Expected(value, z.tolerance + rounding)
 
-    def scale(self, z: Expected, factor: float) -> Expected:
-        value = factor * z.value
-        return Expected(value, abs(factor) * z.tolerance + self._computed(value))
-
     def rounded(self, z: Expected) -> Expected:
-        """Once, to the result's dtype."""
-        precision = self.precision
-        rounding = precision.result * np.abs(z.value) + precision.subnormal
+        """Once, to the dtype of the result."""
+        rounding = self._precision.result * np.abs(z.value) + self._precision.subnormal
         return Expected(z.value, z.tolerance + rounding)
 
-    def activated(self, activation: str, z: Expected) -> Expected:
+    def activated(self, activation: Activation, z: Expected) -> Expected:
         """The activation of a pre-activation, which may have been rounded for the sake of an aux."""
-        if activation == "relu":
-            return Expected(np.maximum(z.value, 0.0), z.tolerance)
         if activation == "none":
             return z
+        if activation == "relu":
+            return Expected(np.maximum(z.value, 0.0), z.tolerance)
         z = self.rounded(z)
-        evaluation = GELU_EVALUATION * self.precision.accumulator * (1.0 + np.abs(z.value))
-        return Expected(gelu(z.value), GELU_SLOPE * z.tolerance + evaluation)
+        return Expected(gelu(z.value), GELU_SLOPE * z.tolerance + self._gelu_error(z.value))
 
-    def times_slope(self, activation: str, gradient: Expected, aux: Array) -> Expected:
-        """A gradient times the activation's slope: at `aux`, or for ReLU where `aux` is true."""
+    def times_slope(self, activation: Activation, gradient: Expected, aux: Array) -> Expected:
+        """A gradient times the slope of GELU at `aux`, or of ReLU where `aux` is true."""
         if activation == "none":
             return gradient
         aux = f64(aux)
-        if activation == "relu":
-            return Expected(gradient.value * aux, gradient.tolerance * aux)
-        slope = gelu_slope(aux)
-        evaluation = GELU_EVALUATION * self.precision.accumulator * (1.0 + np.abs(aux))
-        tolerance = gradient.tolerance * np.abs(slope) + evaluation * np.abs(gradient.value)
+        slope = aux if activation == "relu" else gelu_slope(aux)
+        error = 0.0 if activation == "relu" else self._gelu_error(aux)
+        tolerance = gradient.tolerance * np.abs(slope) + error * np.abs(gradient.value)
         return Expected(gradient.value * slope, tolerance)
 
     def summed(self, terms: Expected, axis: int) -> Expected:
-        """Sums of numbers that may have been rounded before; their roundings are independent."""
-        magnitude, count = np.abs(terms.value), terms.value.shape[axis]
-        tolerance = terms.tolerance.sum(axis) + self._sum_error(magnitude.sum(axis), count)
-        roundings = self.precision.result * np.sqrt(np.square(magnitude).sum(axis))
-        return Expected(terms.value.sum(axis), tolerance + 4.0 * roundings)
-
-    def exact(self, values: Array) -> Expected:
-        """Numbers as they were given."""
-        return Expected(f64(values), np.zeros(values.shape))
-
-    def _computed(self, value: F64) -> F64:
-        return np.asarray(self.precision.accumulator * np.abs(value))
+        """The terms' errors add up; being independent, they add up to the root of their squares, four times over."""
+        together = terms.tolerance.sum(axis)
+        independent = 4.0 * np.sqrt(np.square(terms.tolerance).sum(axis))
+        error = self._sum_error(np.abs(terms.value).sum(axis), terms.value.shape[axis])
+        return Expected(terms.value.sum(axis), np.minimum(together, independent) + error)
 
     def _sum_error(self, magnitude: F64, count: int) -> F64:
-        return np.asarray(SUM * math.sqrt(count) * self.precision.accumulator * magnitude)
+        return np.asarray(SUM * math.sqrt(count) * self._precision.accumulator * magnitude)
+
+    def _gelu_error(self, z: F64) -> F64:
+        return np.asarray(GELU_EVALUATION * self._precision.accumulator * (1.0 + np.abs(z)))
+
+
+def exact(values: Array) -> Expected:
+    """Numbers as they were given."""
+    return Expected(f64(values), np.zeros(values.shape))
 
 
 def positive(z: Expected) -> Expected:
@@ -178,13 +186,14 @@ def padded_rows(kind: str, m: int) -> int:
 
 
 def pack(mask: Array) -> Array:
-    """A relu_aux (…, R, N) of a mask (…, M, N), least significant bit first; bits beyond M are 1."""
+    """A relu_aux (…, R, N), column-major, of a mask (…, M, N); least significant bit first, 1 beyond M."""
     *batch, m, n = mask.shape
     rows = padded_rows("relu_aux", m)
-    bits = np.ones((*batch, rows, 8, n), np.uint8)
-    bits.reshape(*batch, rows * 8, n)[..., :m, :] = mask
-    weights = (1 << np.arange(8, dtype=np.uint8)).reshape(8, 1)
-    return np.asarray((bits * weights).sum(-2, dtype=np.uint8))
+    bits = np.ones((*batch, n, rows * 8), np.uint8)
+    bits[..., :m] = mask.swapaxes(-1, -2)
+    weights = 1 << np.arange(8, dtype=np.uint8)
+    packed = bits.reshape(*batch, n, rows, 8) @ weights
+    return np.asarray(packed.swapaxes(-1, -2))
 
 
 def unpack(aux: Array, m: int) -> Array:

@@ -1,3 +1,117 @@
-from pydantic import BaseModel
+"""`matmuld verify`: every dtype and epilog on a device, against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from itertools import product
+from time import monotonic
+
+from matmuld_client import Client, MatmuldError, TransportError
+from pydantic import BaseModel, Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..settings import Address, Device
+from .cases import EPILOGS, VARIANTS, Problem
+from .failure import Failure
+from .layers import ACTIVATIONS, LayerProblem
+from .oracle import PRECISIONS, Outcomes, compare
+from .report import Case, Paths, Report, Verdict
+
+Size = tuple[int, int, int]
+
+QUICK_SIZES: tuple[Size, ...] = (
+    *((1, 1, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3)),
+    *((8, 16, 32), (65, 43, 21), (40, 50, 60)),
+)
+SIZES: tuple[Size, ...] = (*QUICK_SIZES, (129, 1000, 257), (1, 4096, 4096), (64, 1000, 4095))
+"""M, N, K."""
+BATCHES = (None, 2)
+POOL = 64
+"""Plans that the service may hold: more than between two looks at its pool, few enough to see evictions."""
+REQUEST_SECONDS = 120.0
+
+
 class Verify(BaseModel):
-    def run(self)->int: return 0
+    """Check every dtype, epilog, size and layout against an unfused float64 reference."""
+
+    device: Device = Field("auto", description="of the service that is started")
+    url: Address | None = Field(None, description="of a running service, instead of a new one")
+    quick: bool = Field(False, description="small sizes only")
+
+    def run(self) -> int:
+        console = Console()
+        with self._service() as client:
+            engine = client.info()["engine"]
+            console.print(", ".join(f"{key} {value}" for key, value in engine.items()))
+            report = verified(client, QUICK_SIZES if self.quick else SIZES, console)
+        report.print(console)
+        return 1 if report.failures else 0
+
+    def _service(self) -> AbstractContextManager[Client]:
+        if self.url is not None:
+            return Client(self.url, timeout=REQUEST_SECONDS)
+        from .server import child
+
+        return child(self.device, "--plans", str(POOL))
+
+
+def verified(client: Client, sizes: Sequence[Size], console: Console) -> Report:
+    """Everything of these sizes."""
+    began = monotonic()
+    paths, verdicts = Paths(client), []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        groups = list(product(PRECISIONS, sizes, BATCHES))
+        each = len(VARIANTS) * len(EPILOGS) + len(ACTIVATIONS)
+        task = progress.add_task("", total=len(groups) * each)
+        for dtype, size, batch in groups:
+            progress.update(task, description=f"{dtype} {size}")
+            for verdict in _products(client, dtype, size, batch, paths):
+                verdicts.append(verdict)
+                progress.advance(task)
+            for verdict in _layers(client, dtype, size, batch):
+                verdicts.append(verdict)
+                progress.advance(task)
+            paths.look()
+    return Report(verdicts, paths.counts, monotonic() - began)
+
+
+def _products(
+    client: Client, dtype: str, size: Size, batch: int | None, paths: Paths
+) -> Iterator[Verdict]:
+    problem = Problem(dtype, size, batch)
+    expected = cache(problem.expected)
+    for variant in VARIANTS:
+        with problem.resident(client, variant) as operands:
+            for epilog in EPILOGS:
+
+                def outcomes(epilog: str = epilog) -> Outcomes:
+                    got = problem.run(client, operands, epilog, variant.has_c)
+                    wanted = expected(epilog, variant.has_c)
+                    return {name: (got[name], wanted[name]) for name in wanted}
+
+                yield judged(client, Case(dtype, epilog, size, batch, str(variant)), outcomes)
+        paths.look()
+
+
+def _layers(client: Client, dtype: str, size: Size, batch: int | None) -> Iterator[Verdict]:
+    problem = LayerProblem(dtype, size, batch)
+    for activation in ACTIVATIONS:
+        case = Case(dtype, f"linear, {activation}", size, batch, "forward and backward")
+        yield judged(client, case, lambda: problem.run(client, activation))
+
+
+def judged(client: Client, case: Case, outcomes: Callable[[], Outcomes]) -> Verdict:
+    """Whether all outputs are right; the worst of them, or why there is none."""
+    try:
+        compared = {name: compare(*outcome) for name, outcome in outcomes().items()}
+    except MatmuldError as error:
+        if isinstance(error, TransportError) and not client.live():
+            raise Failure(f"the service is gone; {case} was the last it was asked for") from error
+        return Verdict(case, math.inf, f"{type(error).__name__}: {error}")
+    name, worst = max(compared.items(), key=lambda item: item[1].ratio)
+    return Verdict(case, worst.ratio, f"{name}: off by {worst.error:.3g}, {worst.tolerance:.3g} allowed")

@@ -170,8 +170,8 @@ class CpuEngine:
         flat = target.reshape(-1).view(np.uint8)
         flat[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    async def download(self, arrays: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
-        return list(arrays)
+    async def download(self, arrays: Sequence[Array]) -> tuple[list[np.ndarray[Any, Any]], float]:
+        return list(arrays), 0.0
 
     async def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -189,7 +189,7 @@ class CpuEngine:
 
 
 def _alignment(array: Array) -> int:
-    """The class is all that NumPy cares for: it copies elements that are not aligned to their size."""
+    """All that NumPy cares for: it copies elements that are not aligned to their size."""
     return int(array.itemsize) if array.flags.aligned else 1
 
 

@@ -90,10 +90,8 @@ class CudaEngine:
         return free + cupy.get_default_memory_pool().free_bytes(), total
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        try:
+        with _MemoryErrors():
             return cupy.empty(tuple(shape), dtype)
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            raise OutOfMemory(f"the GPU's memory does not suffice: {error}") from None
 
     def view(
         self, array: Array, shape: Sequence[int], strides: Sequence[int], offset: int = 0
@@ -112,9 +110,8 @@ class CudaEngine:
         """Memory given back by earlier work may be tried on only after that work: hence `ready`."""
         self._planning.stream.wait_event(ready)
         try:
-            return self._choose(signature, operands)
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            raise OutOfMemory(f"the GPU's memory does not suffice to plan: {error}") from None
+            with _MemoryErrors():
+                return self._choose(signature, operands)
         except Unsupported as error:
             raise Internal(f"cuBLASLt refuses {signature.describe()}: {error}") from error
 
@@ -153,11 +150,13 @@ class CudaEngine:
         return FusedPlan(signature, operands, self._main, self._planning)
 
     async def run(self, plan: Plan, operands: Operands) -> None:
-        plan.run(operands)
+        with _MemoryErrors():
+            plan.run(operands)
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, function, *args)
+        with _MemoryErrors():
+            return await loop.run_in_executor(self._worker, function, *args)
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
@@ -180,10 +179,15 @@ class CudaEngine:
     async def write(self, target: Array, offset: int, data: memoryview) -> None:
         self._copy_in(target.data.ptr + offset, np.frombuffer(data, np.uint8))
 
-    async def download(self, arrays: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
-        copies = [self._copy_out(array) for array in arrays]
-        await self.synchronize()
-        return copies
+    async def download(self, arrays: Sequence[Array]) -> tuple[list[np.ndarray[Any, Any]], float]:
+        computed = self._mark()
+        with _MemoryErrors():
+            copies = [self._copy_out(array) for array in arrays]
+        copied = self._mark()
+        await self._reached(computed)
+        began = perf_counter()
+        await self._reached(copied)
+        return copies, perf_counter() - began
 
     def _copy_out(self, array: Array) -> np.ndarray[Any, Any]:
         swapped = array.ndim > 1 and not array.flags.c_contiguous and is_column_major(array)
@@ -199,12 +203,20 @@ class CudaEngine:
     async def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
         flat = cupy.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for start in range(0, flat.nbytes, nbytes):
-            (part,) = await self.download([flat[start : start + nbytes]])
+            (part,), _ = await self.download([flat[start : start + nbytes]])
             yield part.data
 
     async def synchronize(self) -> None:
+        await self._reached(self._mark())
+
+    def _mark(self) -> Any:
+        """An event after all that was started so far."""
         event = self._events.pop() if self._events else cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)
+        return event
+
+    async def _reached(self, event: Any) -> None:
+        """Return when the device has come to `event`, which is then used again."""
         began = perf_counter()
         while not event.done:
             await asyncio.sleep(0 if perf_counter() - began < SPIN_SECONDS else SPIN_SECONDS / 4)
@@ -219,6 +231,17 @@ class CudaEngine:
         self._stream.synchronize()
         cublaslt.destroy_handle(self._handle)
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+class _MemoryErrors:
+    """CuPy's out-of-memory error as ours, for a ``with``."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
+            raise OutOfMemory(f"the GPU's memory does not suffice: {error}") from None
 
 
 def _alignment(array: Array) -> int:

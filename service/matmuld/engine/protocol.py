@@ -116,9 +116,9 @@ class Engine(Protocol):
     async def write(self, target: Array, offset: int, data: memoryview) -> None:
         """Copy bytes into a row-major array, from byte `offset` on."""
 
-    async def download(self, arrays: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
-        """Host copies of arrays (row- or column-major), complete on return; on the CPU, the arrays
-        themselves.
+    async def download(self, arrays: Sequence[Array]) -> tuple[list[np.ndarray[Any, Any]], float]:
+        """Host copies of arrays (row- or column-major), complete on return, and the seconds that
+        copying took once the arrays were there; on the CPU, the arrays themselves.
         """
 
     def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import reprlib
 import secrets
 from base64 import b64encode
@@ -282,7 +283,7 @@ def validated(model: type[H], header: object) -> H:
         # A placement is a word or a map: the deepest error is that of the form that was meant.
         fault = max(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
         parts = [part for part in fault["loc"] if part not in UNION_MEMBERS]
-        expected = fault["msg"].replace("Input should", "expected to").replace("to be ", "")
+        expected = re.sub(r"^\w+ should (be|have)", "expected", fault["msg"])
         came = "" if fault["type"] == "missing" else f", got {reprlib.repr(fault['input'])}"
         raise Malformed(
             f"{_location(parts) or 'header'}: {WORDING.get(fault['type'], expected)}{came}",

@@ -8,14 +8,14 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-from matmuld_client.errors import Conflict, InvalidOperands, Malformed
+from matmuld_client.errors import Conflict, Malformed
 from matmuld_client.wire import DTYPES, OCTETS
 
 from ..calls import Call, describe
 from ..engine.elementwise import read_mask, swap
 from ..engine.protocol import Array
 from ..memory.tensors import Kind, Resident
-from ..operands import FLOATS, described
+from ..operands import FLOATS, Operand, described
 from ..operations.mlp import Tape
 from ..schemas import CreateTensor, ReplaceTensor, Tensor, TensorLife
 from ..service import Service
@@ -32,8 +32,7 @@ async def create(service: Service, exchange: Exchange) -> None:
     else:
         header, payloads = await exchange.decode(CreateTensor)
         call = service.call(exchange.tenant, payloads)
-        array, kind = await _value(service, call, header)
-        call.inputs.finish()
+        array, kind = await _value(call, header)
         resident = service.runtime.store.add(
             exchange.tenant, array, kind=kind, pinned=header.pinned, ttl=header.ttl_s
         )
@@ -41,35 +40,46 @@ async def create(service: Service, exchange: Exchange) -> None:
     await exchange.reply(metadata(resident), status=201)
 
 
-async def _value(service: Service, call: Call, header: CreateTensor) -> tuple[Array, Kind]:
-    store = service.runtime.store
+async def _value(call: Call, header: CreateTensor) -> tuple[Array, Kind]:
+    """The value of a body, or zeros, once the quota is known to have room."""
     if header.value is None:
         dtype, shape = described("tensor", header.dtype, header.shape, FLOATS)
-        store.check(call.tenant, math.prod(shape) * dtype.itemsize)
+        call.inputs.finish()
+        call.store.check(call.tenant, math.prod(shape) * dtype.itemsize)
         return call.zeros(shape, dtype), "tensor"
     if header.dtype is not None or header.shape is not None:
         raise Malformed("value: expected either value, or dtype and shape", operand="value")
-    return await _uploaded(call, header.value)
+    operand, kind = _taken(call, header.value)
+    call.store.check(call.tenant, operand.size * operand.dtype.itemsize)
+    return await _dense(call, operand), kind
 
 
-async def _uploaded(call: Call, value: Tensor) -> tuple[Array, Kind]:
-    """The value of a body in memory of its own: row-major, aux data column-major."""
+def _taken(call: Call, value: Tensor) -> tuple[Operand, Kind]:
+    """The one tensor of a body, checked."""
     if value.tensor is not None:
         raise Malformed("value: expected a payload or data, got a handle", operand="value")
     operand = call.inputs.take("value", value, HOLDABLE)
-    kind = value.kind or "tensor"
+    call.inputs.finish()
+    kind: Kind = value.kind or "tensor"
     if (operand.dtype == np.uint8) != (kind == "relu_aux"):
         raise operand.reject(
             f"expected uint8 for relu_aux and only for it, got {operand.dtype.name}"
         )
-    call.store.check(call.tenant, operand.size * operand.dtype.itemsize)
+    if kind != "tensor" and len(operand.shape) < 2:
+        raise operand.reject(f"expected shape […, R, N] for {kind}, got {operand.shape}")
+    return operand, kind
+
+
+async def _dense(call: Call, operand: Operand) -> Array:
+    """The value in memory of its own: row-major, aux data column-major."""
     array = await operand.load(call.engine)
-    oriented = swap(array) if kind != "tensor" and array.ndim > 1 else array
+    columns = operand.kind != "tensor"
+    oriented = swap(array) if columns else array
     if not oriented.flags.c_contiguous:
         dense = call.empty(oriented.shape, operand.dtype)
         dense[...] = oriented
         oriented = dense
-    return (swap(oriented) if oriented is not array and kind != "tensor" else oriented), kind
+    return swap(oriented) if columns else oriented
 
 
 async def _create_raw(service: Service, exchange: Exchange) -> Resident:
@@ -150,7 +160,7 @@ async def read(service: Service, exchange: Exchange) -> None:
         }
         await exchange.raw(engine.chunks(array, CHUNK_BYTES), array.nbytes, headers)
         return
-    (value,) = await engine.download([array])
+    (value,), _ = await engine.download([array])
     await exchange.reply({"value": {**describe(array), "payload": 0}}, [value])
 
 
@@ -163,7 +173,7 @@ async def mask(service: Service, exchange: Exchange) -> None:
     rows = aux.shape[-2] * 8 if resident.rows is None else resident.rows
     bits = await engine.call(8 * aux.nbytes, read_mask, engine.xp, aux, rows)
     unpacked = engine.xp.ascontiguousarray(swap(bits)).astype(bool)
-    (value,) = await engine.download([unpacked])
+    (value,), _ = await engine.download([unpacked])
     await exchange.reply({"value": {**describe(unpacked), "payload": 0}}, [value])
 
 
@@ -183,12 +193,12 @@ async def replace(service: Service, exchange: Exchange) -> None:
     else:
         header, payloads = await exchange.decode(ReplaceTensor)
         call = service.call(exchange.tenant, payloads)
-        array, kind = await _uploaded(call, header.value)
-        call.inputs.finish()
-        came = f"{kind} {list(array.shape)} of {array.dtype.name}"
+        operand, kind = _taken(call, header.value)
+        came = f"{kind} {list(operand.shape)} of {operand.dtype.name}"
         expected = f"{resident.kind} {list(held.shape)} of {held.dtype.name}"
         if came != expected:
-            raise InvalidOperands(f"value: expected {expected}, got {came}", operand="value")
+            raise operand.reject(f"expected {expected}, got {came}")
+        array = await _dense(call, operand)
     await engine.synchronize()
     async with resident.lock:
         service.runtime.store.get(exchange.tenant, resident.handle)

@@ -35,9 +35,9 @@ class Layer:
         # No order of summing errs by more (Higham, Accuracy and Stability, §4.2).
         self._tolerance = (size + 1) * 2.0**-24 * magnitude
 
-    def product(self) -> Array:
+    def forward(self, x: Array) -> Array:
         """The layer in NumPy."""
-        y: Array = np.matmul(self.x, self.weight.T)
+        y: Array = np.matmul(x, self.weight.T)
         y += self.bias
         np.maximum(y, 0, out=y)
         return y

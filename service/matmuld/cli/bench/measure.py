@@ -1,4 +1,7 @@
-"""The measuring process: every cell once a round, over one connection each.
+"""The measuring process: every cell once a round, over a connection of its own.
+
+It and the servers share one core: only one of them has work at a time, and on two cores it would be
+the scheduler's choice of core that decides, which is worth half an echo and changes by the second.
 
     python -m matmuld.cli.bench.measure DEVICE ROUNDS SECONDS
 
@@ -8,9 +11,10 @@ Prints a line of JSON about the device, then one for each measurement. Exit stat
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -21,16 +25,17 @@ from matmuld_client.wire import MSGPACK, pack, unpack
 
 from ..failure import Failure
 from ..server import child
-from .echo import echoing
+from .bare import serving
 from .load import Array, Layer, Steal, Subject, Wire, post_request
 from .results import CELLS, SIZES, TRANSPORTS, Cell, Measurement, Server, Transport
 
 Addresses = dict[tuple[Server, Transport], str]
 Subjects = dict[Cell, Subject]
-ECHOES: tuple[Server, ...] = ("asgi", "fastapi")
+BARE: tuple[Server, ...] = ("asgi", "fastapi", "product")
 
 
 def main(device: str, rounds: int, seconds: float) -> None:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with servers(device) as (client, addresses), ExitStack() as stack:
         print(json.dumps(client.info()["engine"]), flush=True)
         found: Subjects = {}
@@ -42,9 +47,8 @@ def main(device: str, rounds: int, seconds: float) -> None:
             for cell in CELLS[start:] + CELLS[:start]:
                 steal.share()
                 took = found[cell].measure(seconds)
-                print(
-                    Measurement.of(cell, number, took, steal.share()).model_dump_json(), flush=True
-                )
+                measurement = Measurement.of(cell, number, took, steal.share())
+                print(measurement.model_dump_json(), flush=True)
 
 
 @contextmanager
@@ -57,9 +61,9 @@ def servers(device: str) -> Iterator[tuple[Client, Addresses]]:
         addresses: Addresses = {
             ("matmuld", way): at for way, at in zip(TRANSPORTS, own, strict=True)
         }
-        for kind in ECHOES:
+        for kind in BARE:
             asked = ["http://127.0.0.1:0", f"unix:{folder}/{kind}"]
-            given = stack.enter_context(echoing(kind, asked))
+            given = stack.enter_context(serving(kind, asked))
             addresses |= {(kind, way): at for way, at in zip(TRANSPORTS, given, strict=True)}
         yield client, addresses
 
@@ -69,23 +73,24 @@ def subjects(size: int, client: Client, addresses: Addresses, stack: ExitStack) 
     layer = Layer(size)
     weight, bias = client.put(layer.weight, pinned=True), client.put(layer.bias, pinned=True)
     body = forward_body(layer, weight.handle, bias.handle)
-    found = {Cell("numpy", "in process", size): Subject(layer.product, layer.check)}
+    told = body[: size * 4 + 50]  # about as long as an answer
+    checks: dict[Server, tuple[str, Callable[[memoryview], None]]] = {
+        "asgi": (f"/{len(told)}", partial(check_echo, told)),
+        "fastapi": (f"/{len(told)}", partial(check_echo, told)),
+        "product": (f"/{size}", lambda reply: layer.check(row(reply))),
+        "matmuld": ("/v1/linear/forward", lambda reply: layer.check(row(unpack(reply)[1][0]))),
+    }
+    found = {
+        Cell("numpy", "in process", size): Subject(partial(layer.forward, layer.x), layer.check)
+    }
     for way in TRANSPORTS:
-        sdk = stack.enter_context(Client(addresses["matmuld", way]))
-        found[Cell("sdk", way, size)] = Subject(
-            partial(sdk.linear, layer.x, weight, bias, activation="relu"), layer.check
-        )
-        wire = Wire(addresses["matmuld", way])
-        forward = partial(wire.post, post_request("/v1/linear/forward", MSGPACK, body))
-        found[Cell("matmuld", way, size)] = Subject(
-            forward, lambda reply: layer.check(answer(reply)), wire
-        )
-        with wire:
-            told = body[: len(forward())]
-        for server in ECHOES:
+        for server, (target, check) in checks.items():
             wire = Wire(addresses[server, way])
-            echo = partial(wire.post, post_request(f"/{len(told)}", MSGPACK, body))
-            found[Cell(server, way, size)] = Subject(echo, partial(check_echo, told), wire)
+            post = partial(wire.post, post_request(target, MSGPACK, body))
+            found[Cell(server, way, size)] = Subject(post, check, wire)
+        sdk = stack.enter_context(Client(addresses["matmuld", way]))
+        linear = partial(sdk.linear, layer.x, weight, bias, activation="relu")
+        found[Cell("sdk", way, size)] = Subject(linear, layer.check)
     return found
 
 
@@ -100,10 +105,9 @@ def forward_body(layer: Layer, weight: str, bias: str) -> bytes:
     return b"".join(pack(header, [layer.x.tobytes()]))
 
 
-def answer(reply: memoryview) -> Array:
-    """y of a reply."""
-    header, payloads = unpack(reply)
-    return np.frombuffer(payloads[0], np.float32).reshape(header["y"]["shape"])
+def row(data: memoryview) -> Array:
+    """An answer, from its bytes."""
+    return np.frombuffer(data, np.float32).reshape(1, -1)
 
 
 def check_echo(sent: bytes, reply: memoryview) -> None:

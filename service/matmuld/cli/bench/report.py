@@ -9,14 +9,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .results import ECHO_FACTOR, SIZES, Bar, Cell, HttpResults, Server, Transport
+from .results import ECHO_FACTOR, SIZES, Bar, HttpResults, Server, Transport
 
 LABELS: dict[Server, str] = {
-    "numpy": "NumPy, the product alone",
-    "asgi": "bare ASGI echo",
-    "fastapi": "bare FastAPI echo",
+    "numpy": "NumPy alone",
+    "asgi": "ASGI echo",
+    "fastapi": "FastAPI echo",
+    "product": "ASGI product",
     "matmuld": "matmuld",
-    "sdk": "matmuld through the SDK",
+    "sdk": "matmuld SDK",
 }
 _COLORS: dict[Transport, str] = {"in process": "0.6", "tcp": "tab:blue", "unix": "tab:orange"}
 _OFFSETS: dict[Transport, float] = {"in process": 0.0, "tcp": -0.2, "unix": 0.2}
@@ -25,20 +26,20 @@ _OFFSETS: dict[Transport, float] = {"in process": 0.0, "tcp": -0.2, "unix": 0.2}
 def render(results: HttpResults) -> Group:
     """The medians, cell by cell, and whether the bars hold."""
     title = f"µs a request, the medians of {results.rounds} rounds of {results.seconds:g} s"
-    table = Table("layer", "over", "server", title=title, title_justify="left")
-    for name in ("mean", "p50", "p90", "p99", "÷ echo"):
+    table = Table("in = out", "over", "server", title=title, title_justify="left")
+    for name in ("mean", "p50", "p90", "p99", "÷ echo", "÷ product"):
         table.add_column(name, justify="right")
     p50 = {latency.cell: latency.p50_us for latency in results.summary}
     for _, section in groupby(results.summary, lambda latency: (latency.size, latency.transport)):
         for latency in section:
-            echo = p50.get(Cell("asgi", latency.transport, latency.size))
+            bare = [p50.get(latency.cell._replace(server=server)) for server in ("asgi", "product")]
             figures = (latency.mean_us, latency.p50_us, latency.p90_us, latency.p99_us)
             table.add_row(
-                f"{latency.size} → {latency.size}",
+                str(latency.size),
                 latency.transport,
                 LABELS[latency.server],
                 *(f"{us:.1f}" for us in figures),
-                f"{latency.p50_us / echo:.2f}" if echo else "",
+                *(f"{latency.p50_us / us:.2f}" if us else "" for us in bare),
             )
         table.add_section()
     return Group(table, *map(_sentence, results.bars))

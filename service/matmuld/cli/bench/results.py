@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from ... import __version__
 
-Server = Literal["numpy", "asgi", "fastapi", "matmuld", "sdk"]
+Server = Literal["numpy", "asgi", "fastapi", "product", "matmuld", "sdk"]
 Transport = Literal["in process", "tcp", "unix"]
 
 SIZES = (64, 1024)
-SERVERS: tuple[Server, ...] = ("asgi", "fastapi", "matmuld", "sdk")
+SERVERS: tuple[Server, ...] = ("asgi", "fastapi", "product", "matmuld", "sdk")
 TRANSPORTS: tuple[Transport, ...] = ("tcp", "unix")
 
 ECHO_FACTOR = 1.3
@@ -37,15 +37,14 @@ class Cell(NamedTuple):
     size: int
 
 
-CELLS = (
-    *(Cell("numpy", "in process", size) for size in SIZES),
-    *(
-        Cell(server, transport, size)
-        for size in SIZES
-        for transport in TRANSPORTS
-        for server in SERVERS
-    ),
-)
+CELLS = [
+    cell
+    for size in SIZES
+    for cell in (
+        Cell("numpy", "in process", size),
+        *(Cell(server, transport, size) for transport in TRANSPORTS for server in SERVERS),
+    )
+]
 
 
 class Latency(BaseModel):
