@@ -111,14 +111,12 @@ class Inputs:
             InvalidOperands: its dtype, shape, strides or size is wrong.
             UnknownHandle, Gone: its handle names nothing.
         """
-        sources = [source for source in SOURCES if getattr(tensor, source) is not None]
-        if len(sources) != (0 if self._sourceless and tensor.tensor is None else 1):
-            expected = "no payload or data" if self._sourceless else "exactly one source"
-            raise Malformed(
-                f"{name}: expected {expected}, got {' and '.join(sources) or 'none'}", operand=name
-            )
-        if tensor.tensor is not None:
-            return self._held(name, tensor, tensor.tensor, dtypes)
+        handle = tensor.tensor
+        sources = (tensor.payload is not None) + (tensor.data is not None) + (handle is not None)
+        if sources != (0 if self._sourceless and handle is None else 1):
+            raise self._wrong_sources(name, tensor)
+        if handle is not None:
+            return self._held(name, tensor, handle, dtypes)
         if tensor.offset:
             raise InvalidOperands(
                 f"{name}: expected an offset with a handle only, got {tensor.offset}", operand=name
@@ -129,6 +127,13 @@ class Inputs:
         if not self._sourceless:
             operand.host = _elements(operand, self._bytes(name, tensor))
         return operand
+
+    def _wrong_sources(self, name: str, tensor: Tensor) -> Malformed:
+        expected = "no payload or data" if self._sourceless else "exactly one source"
+        given = [source for source in SOURCES if getattr(tensor, source) is not None]
+        return Malformed(
+            f"{name}: expected {expected}, got {' and '.join(given) or 'none'}", operand=name
+        )
 
     def finish(self) -> None:
         """Raise Malformed if a payload was not named by the header."""
@@ -159,12 +164,13 @@ class Inputs:
             raise Conflict(f"{name}: expected a tensor, {handle} is a tape", operand=name)
         value = resident.value
         dtype, shape = value.dtype, value.shape
-        if DTYPE_NAMES[dtype] not in dtypes:
+        dtype_name = DTYPE_NAMES[dtype]
+        if dtype_name not in dtypes:
             raise InvalidOperands(
                 f"{name}: expected dtype {' or '.join(dtypes)}, the tensor has {dtype.name}",
                 operand=name,
             )
-        _expect_same(name, "dtype", tensor.dtype, DTYPE_NAMES[dtype])
+        _expect_same(name, "dtype", tensor.dtype, dtype_name)
         _expect_same(name, "kind", tensor.kind, resident.kind)
         operand = Operand(name, dtype, shape, resident.kind, array=value, resident=resident)
         if tensor.strides is None and not tensor.offset:

@@ -49,7 +49,7 @@ def _address(value: str) -> str:
 
 
 def _separated(value: object) -> object:
-    """Of the environment: addresses with commas between them. Flags are repeated, TOML has a list."""
+    """Addresses with commas between them, as the environment has them."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
@@ -65,26 +65,38 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="MATMULD_", extra="forbid", frozen=True)
 
-    config: Path | None = Field(None, description="TOML file with any of these settings")
-    device: Device = Field("auto", description="auto, cpu or cuda:N; auto takes the first GPU")
+    config: Path | None = Field(default=None, description="TOML file with any of these settings")
+    device: Device = Field(
+        default="auto", description="auto, cpu or cuda:N; auto takes the first GPU"
+    )
     listen: Annotated[list[Address], NoDecode, BeforeValidator(_separated)] = Field(
-        ["http://127.0.0.1:8000"],
+        default=["http://127.0.0.1:8000"],
         min_length=1,
         description="unix:PATH or http://HOST:PORT, where port 0 takes a free one; may be repeated",
     )
-    plans: int = Field(1024, ge=1, description="plans held at most")
-    plan_bytes: int = Field(1 << 30, ge=0, description="bytes of host and device memory for plans")
+    plans: int = Field(default=1024, ge=1, description="plans held at most")
+    plan_bytes: int = Field(
+        default=1 << 30, ge=0, description="bytes of host and device memory for plans"
+    )
     tenant_bytes: int | None = Field(
-        None, ge=0, description="quota of a tenant's tensors; None: 80 % of the device's memory"
+        default=None,
+        ge=0,
+        description="bytes of a tenant's tensors; None: 80 % of the device's memory",
     )
     memory_limit: int | None = Field(
-        None, ge=1, description="bytes for arrays on the CPU engine; None: 80 % of the memory"
+        default=None,
+        ge=1,
+        description="bytes for arrays on the CPU; None: 80 % of the memory",
     )
-    ttl_s: float = Field(3600.0, gt=0, description="seconds that an unused tensor is held")
-    janitor_s: float = Field(1.0, gt=0, description="seconds between looks for expired tensors")
-    body_limit: int = Field(1 << 30, ge=1 << 10, description="bytes of a msgpack or JSON body")
+    ttl_s: float = Field(default=3600.0, gt=0, description="seconds that an unused tensor is held")
+    janitor_s: float = Field(
+        default=1.0, gt=0, description="seconds between looks for expired tensors"
+    )
+    body_limit: int = Field(
+        default=1 << 30, ge=1 << 10, description="bytes of a msgpack or JSON body"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="what is logged to stderr"
+        default="info", description="what is logged to stderr"
     )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Requests that must be refused: the exact problem, nothing left behind, the connection unharmed."""
+"""Requests that must be refused: the exact problem, nothing left behind, the connection goes on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..local import MSGPACK, Answer, Wire, raw, tensor
+from ..reference import Host
 
 FORWARD, BACKWARD = "/v1/linear/forward", "/v1/linear/backward"
 MLP_FORWARD, MLP_BACKWARD = "/v1/mlp/forward", "/v1/mlp/backward"
@@ -134,6 +135,23 @@ def refused_body(
         return wire.request(method, path, body, {"Content-Type": form, **(headers or {})})
 
     refused(wire, request, code, operand, says)
+
+
+def described(*shape: int, dtype: str = "float32", payload: int = 0, **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "payload": payload, **more}
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> Host:
+    return np.zeros(shape, dtype)
+
+
+def invalid(
+    wire: Wire, path: str, header: dict[str, Any], *arrays: Host, operand: str, says: str
+) -> None:
+    payloads = [raw(array) for array in arrays]
+    refused_header(
+        wire, path, header, *payloads, code="invalid_operands", operand=operand, says=says
+    )
 
 
 def works(wire: Wire) -> bool:

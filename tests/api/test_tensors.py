@@ -50,7 +50,9 @@ def test_in_and_out_in_every_form(
     query = f"{TENSORS}?dtype={dtype}&shape={','.join(map(str, shape))}"
     for answer in (
         wire.send(TENSORS, {"value": {**described, "payload": 0}}, data),
-        wire.request("POST", TENSORS, json.dumps({"value": value}), {"Content-Type": JSON}),
+        wire.request(
+            "POST", TENSORS, json.dumps({"value": value}).encode(), {"Content-Type": JSON}
+        ),
         wire.request("POST", query, data, {"Content-Type": OCTETS}),
     ):
         metadata = created(answer, handles)

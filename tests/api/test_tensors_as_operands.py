@@ -132,7 +132,7 @@ def test_masks_of_a_batch_of_products(wire: Wire, handles: list[str]) -> None:
 def test_aux_data_from_the_client(
     wire: Wire, handles: list[str], outputs: int, batch: int, kind: str, held: bool, order: Any
 ) -> None:
-    """Uploaded or in the body, whatever its order in memory, it does what the service's own does."""
+    """Uploaded or in the body, in any order, it does what the service's own does."""
     z, dy = random(RNG, (batch, outputs), "float32"), random(RNG, (batch, outputs), "float32")
     aux = pack_mask(z.T >= 0) if kind == "relu_aux" else gelu_aux(z.T)
     rows, columns = aux.shape

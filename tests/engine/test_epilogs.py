@@ -125,6 +125,33 @@ def test_every_epilog_matches_the_unfused_product(
         check(bench, case, operands, 1.0, 0.0)
 
 
+@pytest.mark.parametrize("size", [(1, 4096, 512), (512, 4096, 1), (1, 4096, 4096)])
+@pytest.mark.parametrize("epilog", [Epilog.BGRADA, Epilog.BGRADB, Epilog.DRELU_BGRAD])
+def test_sums_of_thousands_beside_a_vector(
+    bench: Bench, epilog: Epilog, size: tuple[int, int, int]
+) -> None:
+    for dtype in DTYPES:
+        case = Case(epilog, dtype, size, ())
+        operands, _ = outputs(bench, case)
+        bench.run(operands, epilog)
+        check(bench, case, operands, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("size", [(40, 60, 50), (40, 50, 60), (64, 1000, 4095), (8, 16, 32)])
+def test_16_bit_products_are_summed_in_float32_and_rounded_once(
+    bench: Bench, size: tuple[int, int, int]
+) -> None:
+    for dtype, unit in (("float16", 2**-11), ("bfloat16", 2**-8)):
+        case = Case(Epilog.NONE, dtype, size, ())
+        operands, _ = outputs(bench, case)
+        bench.run(operands, Epilog.NONE)
+        z = case.pre_activation(1.0, 0.0)
+        terms = np.abs(f64(case.a)) @ np.abs(f64(case.b))
+        summing = 2 * np.sqrt(case.k) * 2**-24 * terms + 2**-24
+        error = np.abs(f64(bench.down(operands.d)) - z)
+        assert np.max(error / (unit * np.abs(z) + summing)) < 1.05
+
+
 @pytest.mark.parametrize("epilog", Epilog)
 def test_alpha_and_beta_scale_the_product_and_c_but_not_the_bias(
     bench: Bench, epilog: Epilog

@@ -1,11 +1,14 @@
-"""The command line: `matmuld serve | demo | verify`."""
+"""The command line: `matmuld serve | demo | verify | bench`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from matmuld_client import MatmuldError
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -16,9 +19,9 @@ from pydantic_settings import (
     SettingsError,
     get_subcommand,
 )
-from pydantic_core import ErrorDetails
 
 from .. import __version__
+from .bench import Bench
 from .demo import Demo
 from .failure import Failure
 from .serve import Serve
@@ -44,6 +47,7 @@ class Matmuld(BaseSettings):
     verify: CliSubCommand[Verify] = Field(
         description="check every dtype and epilog against an unfused float64 reference"
     )
+    bench: CliSubCommand[Bench] = Field(description="measure a service on this machine")
     version: CliToggleFlag[bool] = Field(False, description="print the version and exit")
 
     @classmethod
@@ -67,14 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if parsed.version:
             print(f"matmuld {__version__}")
             return 0
-        command = get_subcommand(parsed, cli_exit_on_error=False)
-        assert isinstance(command, Serve | Demo | Verify)
-        return command.run()
+        command: Any = get_subcommand(parsed, cli_exit_on_error=False)
+        return int(command.run())
     except ValidationError as error:
         return _complain("; ".join(map(_sentence, error.errors())), 2)
     except SettingsError as error:
         return _complain(str(error).removeprefix("error parsing CLI: "), 2)
-    except Failure as error:
+    except (Failure, MatmuldError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return 130
@@ -85,6 +88,8 @@ def _sentence(error: ErrorDetails) -> str:
     where = ".".join(map(str, error["loc"][1:]))
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"])
+    elif error["type"] == "extra_forbidden":
+        reason = "there is no such setting"
     else:
         reason = f"{error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
     return f"{where}: {reason}" if where else reason

@@ -69,7 +69,11 @@ class Variant(NamedTuple):
         return f"{self.layout}, {offset}" + (", with C" if self.has_c else "")
 
 
-LAYOUTS = {"contiguous": (False, False), "B transposed": (False, True), "A transposed": (True, False)}
+LAYOUTS = {
+    "contiguous": (False, False),
+    "B transposed": (False, True),
+    "A transposed": (True, False),
+}
 """Whether A and B are transposed. Those that are not contiguous are padded, too."""
 VARIANTS = (
     *(Variant(layout, offset) for layout, offset in product(LAYOUTS, (0, 1))),
@@ -185,10 +189,8 @@ class Problem:
         return self._oracle.product(exact(self.a), self.b)
 
 
-def place(
-    client: Client, array: Array, transposed: bool, padding: int, offset: int
-) -> TensorView:
-    """`array` (…, rows, columns) within a tensor of the service, with numbers around that must not be read."""
+def place(client: Client, array: Array, transposed: bool, padding: int, offset: int) -> TensorView:
+    """`array` (…, rows, columns) within a tensor of the service; what lies around it is NaN."""
     stored = array.swapaxes(-1, -2) if transposed else array
     *outer, length = stored.shape
     padded = (*outer, length + padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 ENOUGH = 0.97
 """Of the test's digits; the network comes to 98 %."""
 GRADIENT_TOLERANCE = 1e-5
-"""Relative; of float32 that is some hundred roundoffs, as sums of hundreds of terms may make them."""
+"""Relative, for float32: some hundred roundoffs, as sums of hundreds of terms may need."""
 
 
 class Demo(BaseModel):
-    """Train a 64-512-512-10 ReLU network on scikit-learn's digits; the service does the products."""
+    """Train a 64-512-512-10 ReLU network on scikit-learn's digits through a service."""
 
     device: Device = Field("auto", description="of the service that is started")
     output: Path = Field(Path("matmuld-demo.png"), description="image of loss, accuracy, latency")
@@ -45,7 +46,7 @@ class Demo(BaseModel):
             engine = client.info()["engine"]
             console.print(", ".join(f"{key} {value}" for key, value in engine.items()))
             training = Training(client)
-            _check(training.gradient_errors(), console)
+            check(training.gradient_errors(), console)
             history = _train(training, console)
             pool = client.plans()["stats"]
         console.print(_summary(history, pool))
@@ -56,8 +57,8 @@ class Demo(BaseModel):
         return 0
 
 
-def _check(errors: Mapping[str, float], console: Console) -> None:
-    name, worst = max(errors.items(), key=lambda item: item[1])
+def check(errors: Mapping[str, float], console: Console) -> None:
+    name, worst = max(errors.items(), key=lambda item: math.inf if item[1] != item[1] else item[1])
     found = f"the first step's gradients against float64: relative error {worst:.1e} ({name})"
     if not worst <= GRADIENT_TOLERANCE:
         raise Failure(f"{found}, {GRADIENT_TOLERANCE:.0e} is allowed")
@@ -65,7 +66,12 @@ def _check(errors: Mapping[str, float], console: Console) -> None:
 
 
 def _train(training: Training, console: Console) -> History:
-    columns = (TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[now]}"))
+    columns = (
+        TextColumn("epoch"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=training.epochs, now="")
         for history in training.run():

@@ -1,4 +1,4 @@
-"""The linear layers that `matmuld verify` asks for, forward and backward, and what they should give."""
+"""The linear layers that `matmuld verify` asks for, and what they should give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "gelu")
 
 
 class LayerProblem:
-    """A layer of `k` inputs and `m` outputs, and a batch of `n` rows, or of `batch` times as many."""
+    """A layer of k inputs and m outputs, and n rows for it, or `batch` times as many."""
 
     def __init__(self, dtype: str, size: tuple[int, int, int], batch: int | None) -> None:
         m, n, k = size

@@ -36,12 +36,12 @@ PRECISIONS = {
     "bfloat16": Precision(2**-24, 2**-8, 2**-133),
 }
 SUM = 2.0
-"""A sum of K terms is off by at most K·u·Σ|terms|, with independent roundings by about √K·u·Σ|terms| (Higham & Mary
-2019): allowed is this many times that."""
+"""Times √K·u·Σ|terms|, which bounds the error of a sum of K terms whose roundings are independent
+(Higham & Mary 2019); the worst case has K for √K."""
 GELU_SLOPE = 1.13
 """The largest slope of GELU: by how much it can magnify the error of its argument."""
 GELU_EVALUATION = 16.0
-"""Roundoffs, relative to 1 + |z|, for tanh and the polynomials around it, where 1 − tanh² cancels."""
+"""Roundoffs, relative to 1 + |z|, for tanh and the polynomials around it, some of which cancel."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,24 @@ Outcomes = dict[str, tuple[Array, Expected]]
 
 
 class Comparison(NamedTuple):
-    """The element that is off by most, measured by what it may be off."""
+    """How far a result is off, as a part of what is allowed, and that in words."""
 
-    error: float
-    tolerance: float
-
-    @property
-    def ratio(self) -> float:
-        return self.error / self.tolerance
+    ratio: float
+    detail: str
 
 
-def compare(actual: Array, expected: Expected) -> Comparison:
-    """How far `actual` is off. What is not a number, or of another shape, is off by infinity."""
-    if actual.shape != expected.value.shape:
-        return Comparison(math.inf, 1.0)
+def compare(actual: Array, expected: Expected, dtype: str) -> Comparison:
+    """The element that is off by most; what is not as it should be at all is off by infinity."""
+    shape = expected.value.shape
+    if actual.shape != shape or actual.dtype.name not in (dtype, "uint8"):
+        detail = f"expected {dtype}{list(shape)}, got {actual.dtype}{list(actual.shape)}"
+        return Comparison(math.inf, detail)
     error = np.abs(actual.astype(np.float64) - expected.value)
     error[~np.isfinite(error)] = math.inf
-    worst = np.unravel_index(np.argmax(error / expected.tolerance), error.shape)
-    return Comparison(float(error[worst]), float(expected.tolerance[worst]))
+    ratios = error / expected.tolerance
+    worst = np.unravel_index(np.argmax(ratios), shape)
+    detail = f"off by {error[worst]:.3g}, {expected.tolerance[worst]:.3g} allowed"
+    return Comparison(float(ratios[worst]), detail)
 
 
 class Oracle:
@@ -113,7 +113,7 @@ class Oracle:
         return Expected(z.value, z.tolerance + rounding)
 
     def activated(self, activation: Activation, z: Expected) -> Expected:
-        """The activation of a pre-activation, which may have been rounded for the sake of an aux."""
+        """The activation of z, which may have been rounded for the sake of an aux."""
         if activation == "none":
             return z
         if activation == "relu":
@@ -132,7 +132,8 @@ class Oracle:
         return Expected(gradient.value * slope, tolerance)
 
     def summed(self, terms: Expected, axis: int) -> Expected:
-        """The terms' errors add up; being independent, they add up to the root of their squares, four times over."""
+        """Sums along `axis`. The errors of few terms add up; those of many, being independent, grow
+        as the root of their squares, of which four times are allowed."""
         together = terms.tolerance.sum(axis)
         independent = 4.0 * np.sqrt(np.square(terms.tolerance).sum(axis))
         error = self._sum_error(np.abs(terms.value).sum(axis), terms.value.shape[axis])
@@ -161,12 +162,12 @@ def f64(array: Array) -> F64:
 
 
 def gelu(z: F64) -> F64:
-    """``z · σ(2u)``, which is the tanh form ``z/2 · (1 + tanh u)``."""
+    """``z · sigmoid(2u)``, which is the tanh form ``z/2 · (1 + tanh u)``."""
     return z * _sigmoid(2.0 * _inner(z))
 
 
 def gelu_slope(z: F64) -> F64:
-    """By the product rule on ``z · σ(2u)``."""
+    """By the product rule on ``z · sigmoid(2u)``."""
     sigma = _sigmoid(2.0 * _inner(z))
     inner_slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * np.square(z))
     return np.asarray(sigma + z * sigma * (1.0 - sigma) * 2.0 * inner_slope)
@@ -186,7 +187,7 @@ def padded_rows(kind: str, m: int) -> int:
 
 
 def pack(mask: Array) -> Array:
-    """A relu_aux (…, R, N), column-major, of a mask (…, M, N); least significant bit first, 1 beyond M."""
+    """A column-major relu_aux (…, R, N) of a mask (…, M, N); the bits beyond M are 1."""
     *batch, m, n = mask.shape
     rows = padded_rows("relu_aux", m)
     bits = np.ones((*batch, n, rows * 8), np.uint8)

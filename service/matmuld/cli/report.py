@@ -78,7 +78,9 @@ class Report:
         ways = ", ".join(f"{count} {path}" for path, count in sorted(self.paths.items()))
         console.print(f"products: {ways}")
         failed, total = len(self.failures), len(self.verdicts)
-        said = f"[red]{failed} of {total} cases failed" if failed else f"[green]{total} cases passed"
+        said = (
+            f"[red]{failed} of {total} cases failed" if failed else f"[green]{total} cases passed"
+        )
         console.print(f"{said}[/] in {self.seconds:.1f} s")
 
     def _failures(self) -> Table:
@@ -107,7 +109,11 @@ class Report:
         return table
 
     def _cell(self, dtype: str, operation: str) -> str:
-        found = [v for v in self.verdicts if v.case.dtype == dtype and v.case.operation == operation]
+        found = [
+            v for v in self.verdicts if v.case.dtype == dtype and v.case.operation == operation
+        ]
+        if not found:
+            return ""
         passed, worst = sum(v.passed for v in found), max(v.ratio for v in found)
         cell = f"{passed}/{len(found)} {worst:5.2f}"
         return cell if passed == len(found) else f"[red]{cell}[/]"

@@ -15,7 +15,7 @@ log = logging.getLogger("matmuld")
 
 
 class Serve(Settings):
-    """Run the service. --plan-bytes is MATMULD_PLAN_BYTES in the environment, plan_bytes in TOML."""
+    """Run the service. For --ttl-s TOML has ttl_s, and the environment MATMULD_TTL_S."""
 
     def run(self) -> int:
         from .server import run

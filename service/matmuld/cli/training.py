@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -20,8 +21,8 @@ Labels = NDArray[np.int64]
 
 WIDTHS = (64, 512, 512, 10)
 BATCH = 64
-EPOCHS = 40
-LEARNING_RATE = 0.2
+EPOCHS = 30
+LEARNING_RATE = 0.5
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Network:
         self._client = client
         self.weights: list[RemoteTensor] = []
         self.biases: list[RemoteTensor] = []
-        for inputs, outputs in zip(WIDTHS, WIDTHS[1:], strict=False):
+        for inputs, outputs in pairwise(WIDTHS):
             weight = random.standard_normal((outputs, inputs), np.float32)
             scale = np.float32(math.sqrt(2.0 / inputs))  # He et al. 2015, for ReLU
             self.weights.append(client.put(weight * scale))
@@ -54,10 +55,11 @@ class Network:
         return self._client.mlp(x, self._layers, save_tape=True)
 
     def predict(self, x: F32) -> Labels:
-        return self._client.mlp(x, self._layers).argmax(axis=1)
+        labels: Labels = self._client.mlp(x, self._layers).argmax(axis=1)
+        return labels
 
     def descend(self, tape: Tape, dz: F32, rate: float) -> None:
-        """Take `rate` times its gradient off every weight, within the products that make the gradients."""
+        """Take `rate` times its gradient off every weight, in the products that make gradients."""
         into = [
             {"dweight": Accumulate(weight, alpha=-rate), "dbias": Accumulate(bias, alpha=-rate)}
             for weight, bias in zip(self.weights, self.biases, strict=True)
@@ -71,7 +73,7 @@ class Network:
 
 
 class Training:
-    """scikit-learn's handwritten digits, 8 × 8 pixels, a fifth of them for the test; and the network."""
+    """The network, and scikit-learn's handwritten digits, a fifth of them kept for the test."""
 
     epochs = EPOCHS
 
@@ -100,7 +102,7 @@ class Training:
         return errors
 
     def run(self) -> Iterator[History]:
-        """Epoch after epoch, what has happened so far. The learning rate falls to 0 as half a cosine does."""
+        """What has happened so far, after every epoch. The learning rate falls as half a cosine."""
         history = History()
         steps = EPOCHS * (len(self._x) // BATCH)
         for _ in range(EPOCHS):
@@ -114,7 +116,7 @@ class Training:
             yield history
 
     def _batches(self) -> Iterator[tuple[F32, Labels]]:
-        """In random order and all of one size, so that plans are found; what is left over waits for another epoch."""
+        """In random order and all of one size, so that plans are found; a smaller rest is left."""
         order = self._random.permutation(len(self._x))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             chosen = order[start : start + BATCH]
@@ -132,7 +134,7 @@ class Training:
 
 
 def cross_entropy(y: Any, labels: Labels) -> tuple[float, Any]:
-    """The mean of −log softmax(y) at the labels, and its gradient by y."""
+    """The mean of ``-log softmax(y)`` at the labels, and its gradient by y."""
     shifted = y - y.max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)
     total = exponentials.sum(axis=1, keepdims=True)

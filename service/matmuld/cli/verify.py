@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import chain, product
 from time import monotonic
 
+import numpy as np
 from matmuld_client import Client, MatmuldError, TransportError
 from pydantic import BaseModel, Field
 from rich.console import Console
@@ -18,7 +19,7 @@ from ..settings import Address, Device
 from .cases import EPILOGS, VARIANTS, Problem
 from .failure import Failure
 from .layers import ACTIVATIONS, LayerProblem
-from .oracle import PRECISIONS, Outcomes, compare
+from .oracle import PRECISIONS, Array, Expected, Outcomes, compare
 from .report import Case, Paths, Report, Verdict
 
 Size = tuple[int, int, int]
@@ -30,8 +31,8 @@ QUICK_SIZES: tuple[Size, ...] = (
 SIZES: tuple[Size, ...] = (*QUICK_SIZES, (129, 1000, 257), (1, 4096, 4096), (64, 1000, 4095))
 """M, N, K."""
 BATCHES = (None, 2)
-POOL = 64
-"""Plans that the service may hold: more than between two looks at its pool, few enough to see evictions."""
+POOL = 8
+"""Plans that the service may hold: those of one case, and so few that its pool is soon listed."""
 REQUEST_SECONDS = 120.0
 
 
@@ -70,48 +71,46 @@ def verified(client: Client, sizes: Sequence[Size], console: Console) -> Report:
         task = progress.add_task("", total=len(groups) * each)
         for dtype, size, batch in groups:
             progress.update(task, description=f"{dtype} {size}")
-            for verdict in _products(client, dtype, size, batch, paths):
+            for verdict in chain(
+                _products(client, dtype, size, batch), _layers(client, dtype, size, batch)
+            ):
                 verdicts.append(verdict)
+                paths.look()
                 progress.advance(task)
-            for verdict in _layers(client, dtype, size, batch):
-                verdicts.append(verdict)
-                progress.advance(task)
-            paths.look()
     return Report(verdicts, paths.counts, monotonic() - began)
 
 
-def _products(
-    client: Client, dtype: str, size: Size, batch: int | None, paths: Paths
-) -> Iterator[Verdict]:
+def _products(client: Client, dtype: str, size: Size, batch: int | None) -> Iterator[Verdict]:
     problem = Problem(dtype, size, batch)
     expected = cache(problem.expected)
     for variant in VARIANTS:
         with problem.resident(client, variant) as operands:
             for epilog in EPILOGS:
+                case = Case(dtype, epilog, size, batch, str(variant))
+                run = partial(problem.run, client, operands, epilog, variant.has_c)
+                wanted = expected(epilog, variant.has_c)
+                yield judged(client, case, partial(_paired, run, wanted))
 
-                def outcomes(epilog: str = epilog) -> Outcomes:
-                    got = problem.run(client, operands, epilog, variant.has_c)
-                    wanted = expected(epilog, variant.has_c)
-                    return {name: (got[name], wanted[name]) for name in wanted}
 
-                yield judged(client, Case(dtype, epilog, size, batch, str(variant)), outcomes)
-        paths.look()
+def _paired(run: Callable[[], dict[str, Array]], wanted: dict[str, Expected]) -> Outcomes:
+    got, nothing = run(), np.empty(0)
+    return {name: (got.get(name, nothing), wanted[name]) for name in wanted}
 
 
 def _layers(client: Client, dtype: str, size: Size, batch: int | None) -> Iterator[Verdict]:
     problem = LayerProblem(dtype, size, batch)
     for activation in ACTIVATIONS:
         case = Case(dtype, f"linear, {activation}", size, batch, "forward and backward")
-        yield judged(client, case, lambda: problem.run(client, activation))
+        yield judged(client, case, partial(problem.run, client, activation))
 
 
 def judged(client: Client, case: Case, outcomes: Callable[[], Outcomes]) -> Verdict:
     """Whether all outputs are right; the worst of them, or why there is none."""
     try:
-        compared = {name: compare(*outcome) for name, outcome in outcomes().items()}
+        compared = {name: compare(*pair, case.dtype) for name, pair in outcomes().items()}
     except MatmuldError as error:
         if isinstance(error, TransportError) and not client.live():
             raise Failure(f"the service is gone; {case} was the last it was asked for") from error
         return Verdict(case, math.inf, f"{type(error).__name__}: {error}")
     name, worst = max(compared.items(), key=lambda item: item[1].ratio)
-    return Verdict(case, worst.ratio, f"{name}: off by {worst.error:.3g}, {worst.tolerance:.3g} allowed")
+    return Verdict(case, worst.ratio, f"{name}: {worst.detail}")

@@ -253,14 +253,15 @@ def _alignment(array: Array) -> int:
 def _unfusable(signature: Signature) -> bool:
     """Whether the epilog must not be left to cuBLASLt for this product.
 
-    K = 1 with a D… epilog and a vector of one element for BGRADA and BGRADB are not supported, or
-    faulted in some versions; the tanh inside GELU is good to 2.6e-10 only (H200, cuBLASLt 13.1),
-    which is no float64.
+    K = 1 with a D… epilog is not supported. With a D of one row or column, BGRADA and BGRADB are
+    not supported or wrong: float16 [1, 4096] by [4096, 4096] with BGRADB ran and gave wrong sums
+    (H200, cuBLASLt 13.1, algorithm 13). The tanh inside GELU is good to 2.6e-10 only, which is no
+    float64.
     """
     row, d = TABLE[signature.epilog], signature.d
     if row.aux_in is not None and signature.a.shape[-1] == 1:
         return True
-    if (row.gradient == "a" and d.shape[-2] == 1) or (row.gradient == "b" and d.shape[-1] == 1):
+    if row.gradient in ("a", "b") and 1 in d.shape[-2:]:
         return True
     return d.dtype == "float64" and (row.activation == "gelu" or row.aux == "gelu_aux")
 

@@ -19,7 +19,7 @@ from ..settings import Settings
 from . import state, tensors
 from .endpoints import Answer, Endpoint, operation
 from .exchange import Exchange
-from .openapi import components, describe
+from .openapi import components, describe, status
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Application(FastAPI):
                 methods=[route.method],
                 response_model=None,
                 response_class=Response,
+                status_code=status(route.method, route.path),
                 openapi_extra=describe(route.method, route.path),
                 summary=(route.answer.__doc__ or "").strip().partition("\n")[0],
                 operation_id=f"{route.method.lower()}{route.path.translate(_IDENTIFIER)}",

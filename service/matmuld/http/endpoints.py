@@ -55,4 +55,5 @@ def operation(name: str) -> Answer:
         call.timing.queue = max(perf_counter() - began - spent, 0.0)
         await exchange.reply(*reply)
 
+    answer.__doc__ = run.__doc__
     return answer

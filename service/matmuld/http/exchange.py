@@ -217,7 +217,10 @@ class Exchange:
             parts = pack(header, payloads)
         else:
             parts = [json.dumps(_inlined(header, payloads)).encode()]
-        await self._start(status, self.form, sum(map(len, parts)))
+        nbytes = sum(map(len, parts))
+        if nbytes <= JOIN_BYTES:
+            parts = [b"".join(parts)]
+        await self._start(status, self.form, nbytes)
         await self._write(parts)
 
     async def problem(self, error: RequestError, extra: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -268,8 +271,6 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        if len(parts) > 1 and sum(map(len, parts)) <= JOIN_BYTES:
-            parts = [b"".join(parts)]
         for part in parts[:-1]:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
         await self._send({"type": "http.response.body", "body": parts[-1], "more_body": False})

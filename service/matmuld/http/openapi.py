@@ -57,7 +57,12 @@ QUERY = {
         "ttl_s": "of a raw body: seconds",
     }
 }
-STATUS = {("POST", "/v1/tensors"): "201", ("DELETE", "/v1/tensors/{handle}"): "204"}
+STATUS = {("POST", "/v1/tensors"): 201, ("DELETE", "/v1/tensors/{handle}"): 204}
+
+
+def status(method: str, path: str) -> int:
+    """The status of a success."""
+    return STATUS.get((method, path), 200)
 
 
 def describe(method: str, path: str) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def describe(method: str, path: str) -> dict[str, Any]:
     problem = {"schema": _reference(replies.Problem)}
     described: dict[str, Any] = {
         "responses": {
-            STATUS.get(key, "200"): success,
+            str(status(method, path)): success,
             "default": {
                 "description": "a problem document (RFC 9457)",
                 "content": {

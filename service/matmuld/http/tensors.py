@@ -8,8 +8,8 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-from matmuld_client.errors import Conflict, Malformed
-from matmuld_client.wire import DTYPES, OCTETS
+from matmuld_client.errors import Conflict, Malformed, TooLarge
+from matmuld_client.wire import DTYPES, OCTETS, PAYLOAD_LIMIT
 
 from ..calls import Call, describe
 from ..engine.elementwise import read_mask, swap
@@ -160,6 +160,8 @@ async def read(service: Service, exchange: Exchange) -> None:
         }
         await exchange.raw(engine.chunks(array, CHUNK_BYTES), array.nbytes, headers)
         return
+    if array.nbytes > PAYLOAD_LIMIT:
+        raise TooLarge(f"expected Accept: {OCTETS} for {array.nbytes} bytes, got a payload's form")
     (value,), _ = await engine.download([array])
     await exchange.reply({"value": {**describe(array), "payload": 0}}, [value])
 

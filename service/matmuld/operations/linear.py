@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
+from matmuld_client.wire import PAYLOAD_LIMIT
 
 from .. import strategies
 from ..calls import Call, Reply, Result, Results
@@ -118,6 +119,12 @@ def output(
     if not gradient and place.scale != (1.0, 0.0):
         raise InvalidOperands(
             f"outputs.{name}: alpha and beta are for dweight and dbias", operand=f"outputs.{name}"
+        )
+    nbytes = math.prod(shape) * dtype.itemsize
+    if placement == "payload" and nbytes > PAYLOAD_LIMIT:
+        raise InvalidOperands(
+            f"outputs.{name}: expected a tensor for {nbytes} bytes, a payload has at most 2^32 - 1",
+            operand=f"outputs.{name}",
         )
     return place
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -85,7 +85,11 @@ async def _reply(send: Send, body: bytes) -> None:
 
 
 def main(kind: str, descriptors: Sequence[int]) -> None:
-    apps = {"asgi": lambda: echo, "fastapi": fastapi_echo, "product": product}
+    apps: dict[str, Callable[[], ASGIApp]] = {
+        "asgi": lambda: echo,
+        "fastapi": fastapi_echo,
+        "product": product,
+    }
     config = uvicorn.Config(
         apps[kind](),
         http="httptools",

@@ -29,8 +29,8 @@ class HttpBench(BaseModel):
     """
 
     device: Device = Field("cpu", description="auto, cpu or cuda:N")
-    rounds: PositiveInt = Field(5, description="every cell is measured once a round")
-    seconds: PositiveFloat = Field(1.0, description="for each cell of a round")
+    rounds: PositiveInt = Field(12, description="every cell is measured once a round")
+    seconds: PositiveFloat = Field(0.3, description="for each cell of a round")
     output: Path = Field(Path("docs/benchmarks"), description="folder for a JSON file and a chart")
 
     def run(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -19,16 +20,18 @@ LABELS: dict[Server, str] = {
     "matmuld": "matmuld",
     "sdk": "matmuld SDK",
 }
-_COLORS: dict[Transport, str] = {"in process": "0.6", "tcp": "tab:blue", "unix": "tab:orange"}
-_OFFSETS: dict[Transport, float] = {"in process": 0.0, "tcp": -0.2, "unix": 0.2}
+_COLORS: dict[Transport, str] = {"direct": "0.6", "tcp": "tab:blue", "unix": "tab:orange"}
+_OFFSETS: dict[Transport, float] = {"direct": 0.0, "tcp": -0.2, "unix": 0.2}
 
 
 def render(results: HttpResults) -> Group:
     """The medians, cell by cell, and whether the bars hold."""
     title = f"µs a request, the medians of {results.rounds} rounds of {results.seconds:g} s"
-    table = Table("in = out", "over", "server", title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in ("size", "over", "server"):
+        table.add_column(name, no_wrap=True)
     for name in ("mean", "p50", "p90", "p99", "÷ echo", "÷ product"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     p50 = {latency.cell: latency.p50_us for latency in results.summary}
     for _, section in groupby(results.summary, lambda latency: (latency.size, latency.transport)):
         for latency in section:
@@ -47,9 +50,8 @@ def render(results: HttpResults) -> Group:
 
 def _sentence(bar: Bar) -> Text:
     return Text(
-        f"{bar.size} → {bar.size} over {bar.transport}: p50 is {bar.p50_us:.1f} µs, "
-        f"the bar ({ECHO_FACTOR} · echo + product) {bar.limit_us:.1f}; "
-        f"without the product {bar.echoes:.2f} · echo",
+        f"{bar.size} over {bar.transport}: p50 {bar.p50_us:.1f}, "
+        f"{ECHO_FACTOR} · echo + NumPy is {bar.limit_us:.1f}; less NumPy, {bar.echoes:.2f} echoes",
         style="green" if bar.holds else "red",
     )
 
@@ -72,7 +74,7 @@ def draw(results: HttpResults, path: Path) -> None:
             if bar.size == size:
                 height = rows.index("matmuld") + _OFFSETS[bar.transport]
                 axes.plot(bar.limit_us, height, "k|", markersize=14)
-        axes.set_title(f"{size} → {size}, one float32 row, bias and ReLU", loc="left")
+        axes.set_title(f"one float32 row, {size} → {size}, bias and ReLU", loc="left")
         axes.set_yticks(range(len(rows)), LABELS.values())
         axes.invert_yaxis()
         axes.set_xlim(left=0)
@@ -82,7 +84,7 @@ def draw(results: HttpResults, path: Path) -> None:
         handles=[
             *(Patch(color=color, label=transport) for transport, color in _COLORS.items()),
             Line2D(
-                [], [], color="k", marker="|", linestyle="", label=f"{ECHO_FACTOR} · echo + product"
+                [], [], color="k", marker="|", linestyle="", label=f"{ECHO_FACTOR} · echo + NumPy"
             ),
         ],
         loc="outside upper right",

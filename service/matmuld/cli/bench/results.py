@@ -17,14 +17,14 @@ from pydantic import BaseModel
 from ... import __version__
 
 Server = Literal["numpy", "asgi", "fastapi", "product", "matmuld", "sdk"]
-Transport = Literal["in process", "tcp", "unix"]
+Transport = Literal["direct", "tcp", "unix"]
 
 SIZES = (64, 1024)
 SERVERS: tuple[Server, ...] = ("asgi", "fastapi", "product", "matmuld", "sdk")
 TRANSPORTS: tuple[Transport, ...] = ("tcp", "unix")
 
 ECHO_FACTOR = 1.3
-"""A hot route is to take no longer than so many bare ASGI echoes and the product."""
+"""A hot route is to take no longer than so many ASGI echoes and the product itself."""
 
 _PACKAGES = ("fastapi", "httptools", "numpy", "pydantic", "uvicorn", "uvloop")
 
@@ -41,7 +41,7 @@ CELLS = [
     cell
     for size in SIZES
     for cell in (
-        Cell("numpy", "in process", size),
+        Cell("numpy", "direct", size),
         *(Cell(server, transport, size) for transport in TRANSPORTS for server in SERVERS),
     )
 ]
@@ -87,7 +87,10 @@ class Measurement(Latency):
 
 
 class Bar(BaseModel):
-    """Whether a hot route holds: p50 ≤ ECHO_FACTOR · p50 of the echo + p50 of the product."""
+    """Whether a hot route holds: p50 ≤ ECHO_FACTOR · p50 of the echo + p50 of NumPy.
+
+    `echoes` is what it takes beside NumPy's time, in echoes.
+    """
 
     transport: Transport
     size: int
@@ -158,11 +161,11 @@ def medians(measurements: Sequence[Measurement]) -> list[Latency]:
 
 
 def bars(summary: Sequence[Latency]) -> list[Bar]:
-    """The bar of every transport and size; the product is NumPy's, so it is for the CPU engine."""
+    """The bar of every transport and size. NumPy is in it, so it is one for the CPU engine."""
     p50 = {latency.cell: latency.p50_us for latency in summary}
     result = []
     for size in SIZES:
-        product = p50[Cell("numpy", "in process", size)]
+        product = p50[Cell("numpy", "direct", size)]
         for transport in TRANSPORTS:
             echo, route = (p50[Cell(server, transport, size)] for server in ("asgi", "matmuld"))
             result.append(
