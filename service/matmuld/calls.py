@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from matmuld_client.errors import InvalidOperands
 from matmuld_client.wire import DTYPE_NAMES, is_row_major
 
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Operands
 from .engine.signature import Options
 from .memory.tensors import Kind, Resident, TensorStore
-from .operands import Inputs
+from .operands import Operand, Sources
 from .pool import PlanPool
 from .schemas import Into, Placement
 
@@ -56,7 +55,6 @@ class Result:
     kind: Kind = "tensor"
     rows: int | None = None
     weight: str | None = None
-    target: Resident | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +63,20 @@ class TapeResult:
 
     value: Any
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operation whose header has been checked.
+
+    Nothing in it depends on the contents of payloads and tensors, and what a handle names never
+    changes its looks, so it may be run again for every request with the same header; unless it is
+    not `repeatable`, because it holds on to what a handle names.
+    """
+
+    sources: Sources
+    run: Callable[[Call], Awaitable[Reply]]
+    repeatable: bool = True
 
 
 class Writing:
@@ -101,20 +113,46 @@ class Writing:
 class Call:
     """A request of one tenant."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        tenant: str,
-        payloads: Sequence[memoryview] = (),
-        *,
-        sourceless: bool = False,
-    ) -> None:
+    def __init__(self, runtime: Runtime, tenant: str, payloads: Sequence[memoryview] = ()) -> None:
         self.engine = runtime.engine
         self.store = runtime.store
         self.tenant = tenant
         self.timing = Timing()
-        self.inputs = Inputs(runtime.engine, runtime.store, tenant, payloads, sourceless=sourceless)
         self._pool = runtime.pool
+        self._payloads = payloads
+        self._held: list[Array | None] = []
+
+    async def perform(self, step: Step) -> Reply:
+        """Run `step` on this call's payloads.
+
+        Raises:
+            Malformed, InvalidOperands: they are not those that the header describes.
+            Gone: a tensor is no longer held.
+        """
+        self.bind(step.sources)
+        return await step.run(self)
+
+    def bind(self, sources: Sources) -> None:
+        """Take hold of the operands, of every tensor the version that it has now."""
+        sources.check(self._payloads)
+        self._held = [
+            None
+            if operand.handle is None
+            else self.store.get(self.tenant, operand.handle, operand.name).value
+            for operand in sources.operands
+        ]
+
+    async def load(self, operand: Operand) -> Array:
+        """A bound operand as an array on the device. Raises OutOfMemory."""
+        held = self._held[operand.index]
+        if held is not None:
+            return operand.view(self.engine, held)
+        data = operand.data if operand.payload is None else self._payloads[operand.payload]
+        if data is None:
+            flat = self.engine.empty((operand.extent,), operand.dtype)
+        else:
+            flat = await self.engine.upload(np.frombuffer(data, operand.dtype))
+        return operand.arrange(self.engine, flat)
 
     async def run(self, operands: Operands, epilog: Epilog, options: Options) -> None:
         """Start ``d = epilog(alpha · a @ b + beta · c)``; planned first if it must be. Raises
@@ -137,44 +175,14 @@ class Call:
         array.fill(0)
         return array
 
-    def target(
-        self, name: str, placement: Placement, shape: Sequence[int], dtype: np.dtype[Any]
-    ) -> Resident | None:
-        """The tensor that an output of `shape` and `dtype` replaces, if it does.
+    def target(self, into: Into) -> Resident:
+        """The tensor that an output goes into. Raises Gone if it is no longer held."""
+        return self.store.get(self.tenant, into.tensor)
 
-        Raises:
-            InvalidOperands: the tensor does not look like the output, or is none to write to.
-        """
-        if not isinstance(placement, Into):
-            return None
-        resident = self.store.get(self.tenant, placement.tensor, name)
-        if resident.kind != "tensor":
-            raise InvalidOperands(
-                f"{name}: expected a tensor to write to, {placement.tensor} is a {resident.kind}",
-                operand=name,
-            )
-        expected, held = (tuple(shape), dtype), (resident.value.shape, resident.value.dtype)
-        if expected != held:
-            raise InvalidOperands(
-                f"outputs.{name}: expected a tensor {_looks(*expected)}, "
-                f"{placement.tensor} is {_looks(*held)}",
-                operand=name,
-            )
-        return resident
-
-    def writing(self, targets: Sequence[Resident | None]) -> Writing:
-        """Keep other writers from `targets` for an ``async with``.
-
-        Raises:
-            InvalidOperands: one tensor is to take two outputs.
-        """
-        given = {target.handle: target for target in targets if target is not None}
-        if len(given) < sum(target is not None for target in targets):
-            raise InvalidOperands(
-                "outputs: expected each output in a tensor of its own, got one tensor for two",
-                operand="outputs",
-            )
-        return Writing([given[handle] for handle in sorted(given)])
+    def writing(self, placements: Iterable[Placement]) -> Writing:
+        """Keep other writers from the tensors that outputs go into, for an ``async with``."""
+        handles = sorted(place.tensor for place in placements if isinstance(place, Into))
+        return Writing([self.store.get(self.tenant, handle) for handle in handles])
 
     async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
         """Put every result in its place: all of them or, if anything fails, none."""
@@ -198,8 +206,8 @@ class Call:
         if more:
             self.store.check(self.tenant, more)
         for leaf in leaves:
-            if leaf.target is not None:
-                self.store.get(self.tenant, leaf.target.handle)
+            if isinstance(leaf.placement, Into):
+                self.target(leaf.placement)
 
     def _header(self, results: Results, payloads: Iterator[int]) -> dict[str, Any]:
         header: dict[str, Any] = {}
@@ -226,8 +234,8 @@ class Call:
                 weight=result.weight,
             )
         else:
-            assert result.target is not None
-            resident = result.target
+            assert isinstance(result.placement, Into)
+            resident = self.target(result.placement)
             self.store.replace(resident, result.value)
         return {**described, "tensor": resident.handle, "kind": resident.kind}
 
@@ -239,10 +247,6 @@ def _leaves(results: Results) -> Iterator[Result]:
                 yield from _leaves(part)
         else:
             yield result
-
-
-def _looks(shape: Sequence[int], dtype: np.dtype[Any]) -> str:
-    return f"{list(shape)} of {dtype.name}"
 
 
 def describe(array: Array) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tensors of a header made operands: checked against what they name, brought to the device."""
+"""Tensors of a header made operands: checked by themselves and against what they name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
@@ -15,8 +15,8 @@ from matmuld_client.wire import DIMENSIONS_LIMIT, DTYPE_NAMES, DTYPES, is_row_ma
 
 from .engine.elementwise import swap
 from .engine.protocol import Array, Engine
-from .memory.tensors import Resident, TensorStore
-from .schemas import Tensor
+from .memory.tensors import TensorStore
+from .schemas import Into, Tensor
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 SOURCES = ("payload", "data", "tensor")
@@ -27,14 +27,19 @@ BYTES_LIMIT = 1 << 48
 
 @dataclass(slots=True)
 class Operand:
-    """A checked tensor of a request.
+    """A tensor of a header, checked by itself: what it looks like, and where its elements will be.
+
+    It holds no elements, so that it serves for every request with the same header.
 
     Attributes:
         name: what the header calls it, such as ``layers[1].weight``.
         strides: in elements; None if row-major.
-        host: its elements in the request's body, flat, `strides` apart.
-        resident: what the service holds under its handle, and `array` the value or view taken.
-        described: neither: it is a shape to plan for.
+        index: its place among the operands of the request.
+        payload: source: the index of a payload.
+        data: source: the bytes, which came inside a JSON header.
+        handle: source: what the service holds; without any source it is only described.
+        offset: of a view of what is held, in elements; None: all of it.
+        rows, weight: of aux data that is held, what its resident says.
     """
 
     name: str
@@ -42,26 +47,52 @@ class Operand:
     shape: tuple[int, ...]
     kind: str
     strides: tuple[int, ...] | None = None
-    host: np.ndarray[Any, Any] | None = None
-    array: Array | None = None
-    resident: Resident | None = None
+    index: int = -1
+    payload: int | None = None
+    data: memoryview | None = None
+    handle: str | None = None
+    offset: int | None = None
+    rows: int | None = None
+    weight: str | None = None
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    async def load(self, engine: Engine) -> Array:
-        """The operand as an array on the device. Raises OutOfMemory."""
-        if self.array is not None:
-            return self.array
-        if self.host is None:
-            extent = _span(self.shape, self.strides or row_major(self.shape))
-            flat = engine.empty((extent,), self.dtype)
-        else:
-            flat = await engine.upload(self.host)
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last, both included."""
+        return self.size if self.strides is None else _span(self.shape, self.strides)
+
+    def arrange(self, engine: Engine, flat: Array) -> Array:
+        """The operand in its elements, which lie in `flat` as they came."""
         if self.strides is None:
             return flat.reshape(self.shape)
         return engine.view(flat, self.shape, self.strides)
+
+    def view(self, engine: Engine, held: Array) -> Array:
+        """The operand in what is held under its handle."""
+        if self.offset is None:
+            return held
+        base = held if held.flags.c_contiguous else swap(held)
+        strides = self.strides or row_major(self.shape)
+        return engine.view(base, self.shape, strides, self.offset)
+
+    def check(self, data: memoryview) -> None:
+        """Raise InvalidOperands unless `data` has as many bytes as the operand must have."""
+        itemsize, needed = self.dtype.itemsize, self.extent * self.dtype.itemsize
+        if self.strides is None:
+            if len(data) != needed:
+                raise self.reject(
+                    f"expected {needed} bytes for shape {list(self.shape)} of {self.dtype.name}, "
+                    f"got {len(data)}"
+                )
+        elif len(data) < needed or len(data) % itemsize:
+            raise self.reject(
+                f"expected {needed} bytes or more, in whole elements, "
+                f"for shape {list(self.shape)} with strides {list(self.strides)}, "
+                f"got {len(data)}"
+            )
 
     def expect(self, shape: tuple[int, ...], meaning: str) -> None:
         """Raise InvalidOperands unless the shape is `shape`."""
@@ -84,31 +115,49 @@ class Operand:
         return InvalidOperands(f"{self.name}: {problem}", operand=self.name)
 
 
-class Inputs:
-    """The tensors of one request's header, and the payloads they name."""
+class Sources(NamedTuple):
+    """The operands of a header. `payloads`: how many it names, if they are the first so many."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: TensorStore,
-        tenant: str,
-        payloads: Sequence[memoryview],
-        *,
-        sourceless: bool = False,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._tenant = tenant
-        self._payloads = payloads
-        self._unnamed = set(range(len(payloads)))
+    operands: tuple[Operand, ...]
+    payloads: int | None
+
+    def check(self, payloads: Sequence[memoryview]) -> None:
+        """Raise Malformed or InvalidOperands unless `payloads` are those that the header names."""
+        if len(payloads) != self.payloads:
+            raise self._mismatch(len(payloads))
+        for operand in self.operands:
+            if operand.payload is not None:
+                operand.check(payloads[operand.payload])
+
+    def _mismatch(self, count: int) -> Malformed:
+        named = {operand.payload for operand in self.operands}
+        for operand in self.operands:
+            if operand.payload is not None and not 0 <= operand.payload < count:
+                return Malformed(
+                    f"{operand.name}: expected a payload index below {count}, "
+                    f"got {operand.payload}",
+                    operand=operand.name,
+                )
+        unnamed = min(set(range(count)) - named)
+        return Malformed(f"payload {unnamed}: expected a tensor that names it, there is none")
+
+
+class Inputs:
+    """The tensors of one header."""
+
+    def __init__(self, store: TensorStore, tenant: str, *, sourceless: bool = False) -> None:
+        self.store = store
+        self.tenant = tenant
         self._sourceless = sourceless
+        self._operands: list[Operand] = []
+        self._targets: set[str] = set()
 
     def take(self, name: str, tensor: Tensor, dtypes: Sequence[str] = FLOATS) -> Operand:
         """Check `tensor` by itself; `dtypes` are those that its place allows.
 
         Raises:
-            Malformed: it has not one source, or its payload is not there.
-            InvalidOperands: its dtype, shape, strides or size is wrong.
+            Malformed: it has not one source.
+            InvalidOperands: its dtype, shape or strides are wrong.
             UnknownHandle, Gone: its handle names nothing.
         """
         handle = tensor.tensor
@@ -116,17 +165,44 @@ class Inputs:
         if sources != (0 if self._sourceless and handle is None else 1):
             raise self._wrong_sources(name, tensor)
         if handle is not None:
-            return self._held(name, tensor, handle, dtypes)
-        if tensor.offset:
-            raise InvalidOperands(
-                f"{name}: expected an offset with a handle only, got {tensor.offset}", operand=name
-            )
-        dtype, shape = described(name, tensor.dtype, tensor.shape, dtypes)
-        strides = _checked_strides(name, shape, tensor.strides)
-        operand = Operand(name, dtype, shape, tensor.kind or "tensor", strides)
-        if not self._sourceless:
-            operand.host = _elements(operand, self._bytes(name, tensor))
+            operand = self._held(name, tensor, handle, dtypes)
+        else:
+            operand = self._sent(name, tensor, dtypes)
+        operand.index = len(self._operands)
+        self._operands.append(operand)
         return operand
+
+    def target(self, path: str, into: Into, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Check that an output of `shape` and `dtype`, the header's `path`, can go into a tensor.
+
+        Raises:
+            InvalidOperands: the tensor does not look like the output, or takes another one.
+            Conflict: it is none to write to.
+        """
+        resident = self.store.get(self.tenant, into.tensor, path)
+        if resident.kind != "tensor":
+            raise Conflict(
+                f"{path}: expected a tensor to write to, {into.tensor} is a {resident.kind}",
+                operand=path,
+            )
+        expected, held = (tuple(shape), dtype), (resident.value.shape, resident.value.dtype)
+        if expected != held:
+            raise InvalidOperands(
+                f"{path}: expected a tensor {_looks(*expected)}, {into.tensor} is {_looks(*held)}",
+                operand=path,
+            )
+        if into.tensor in self._targets:
+            raise InvalidOperands(
+                f"{path}: expected a tensor of its own, {into.tensor} takes another output",
+                operand=path,
+            )
+        self._targets.add(into.tensor)
+
+    def finish(self) -> Sources:
+        """All that were taken."""
+        named = {operand.payload for operand in self._operands if operand.payload is not None}
+        count = len(named) if named == set(range(len(named))) else None
+        return Sources(tuple(self._operands), count)
 
     def _wrong_sources(self, name: str, tensor: Tensor) -> Malformed:
         expected = "no payload or data" if self._sourceless else "exactly one source"
@@ -135,48 +211,39 @@ class Inputs:
             f"{name}: expected {expected}, got {' and '.join(given) or 'none'}", operand=name
         )
 
-    def finish(self) -> None:
-        """Raise Malformed if a payload was not named by the header."""
-        if self._unnamed:
-            raise Malformed(
-                f"payload {min(self._unnamed)}: expected a tensor that names it, there is none"
+    def _sent(self, name: str, tensor: Tensor, dtypes: Sequence[str]) -> Operand:
+        if tensor.offset:
+            raise InvalidOperands(
+                f"{name}: expected an offset with a handle only, got {tensor.offset}", operand=name
             )
-
-    def _bytes(self, name: str, tensor: Tensor) -> memoryview:
+        dtype, shape = described(name, tensor.dtype, tensor.shape, dtypes)
+        strides = _checked_strides(name, shape, tensor.strides)
+        operand = Operand(name, dtype, shape, tensor.kind or "tensor", strides)
+        operand.payload = tensor.payload
         if tensor.data is not None:
-            try:
-                return memoryview(b64decode(tensor.data, validate=True))
-            except (Base64Error, ValueError) as error:
-                raise Malformed(f"{name}: expected base64 in data: {error}", operand=name) from None
-        index = tensor.payload
-        assert index is not None
-        if not 0 <= index < len(self._payloads):
-            raise Malformed(
-                f"{name}: expected a payload index below {len(self._payloads)}, got {index}",
-                operand=name,
-            )
-        self._unnamed.discard(index)
-        return self._payloads[index]
+            operand.data = _decoded(name, tensor.data)
+            operand.check(operand.data)
+        return operand
 
     def _held(self, name: str, tensor: Tensor, handle: str, dtypes: Sequence[str]) -> Operand:
-        resident = self._store.get(self._tenant, handle, name)
+        resident = self.store.get(self.tenant, handle, name)
         if resident.kind == "tape":
             raise Conflict(f"{name}: expected a tensor, {handle} is a tape", operand=name)
         value = resident.value
-        dtype, shape = value.dtype, value.shape
-        dtype_name = DTYPE_NAMES[dtype]
+        dtype_name = DTYPE_NAMES[value.dtype]
         if dtype_name not in dtypes:
             raise InvalidOperands(
-                f"{name}: expected dtype {' or '.join(dtypes)}, the tensor has {dtype.name}",
+                f"{name}: expected dtype {' or '.join(dtypes)}, the tensor has {dtype_name}",
                 operand=name,
             )
         _expect_same(name, "dtype", tensor.dtype, dtype_name)
         _expect_same(name, "kind", tensor.kind, resident.kind)
-        operand = Operand(name, dtype, shape, resident.kind, array=value, resident=resident)
+        operand = Operand(name, value.dtype, value.shape, resident.kind, handle=handle)
+        operand.rows, operand.weight = resident.rows, resident.weight
         if tensor.strides is None and not tensor.offset:
-            _expect_same(name, "shape", tensor.shape, list(shape))
+            _expect_same(name, "shape", tensor.shape, list(value.shape))
         else:
-            _take_view(self._engine, operand, tensor)
+            _take_view(operand, tensor, value.size)
         return operand
 
 
@@ -210,6 +277,10 @@ def check_bytes(name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
             f"{name}: expected at most 2^48 bytes, shape {list(shape)} of {dtype.name} has more",
             operand=name,
         )
+
+
+def _looks(shape: Sequence[int], dtype: np.dtype[Any]) -> str:
+    return f"{list(shape)} of {DTYPE_NAMES[dtype]}"
 
 
 def _expect_same(name: str, what: str, said: object, held: object) -> None:
@@ -254,41 +325,25 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-def _elements(operand: Operand, data: memoryview) -> np.ndarray[Any, Any]:
-    """The bytes of a payload as elements. Raises InvalidOperands for too few or too many."""
-    itemsize = operand.dtype.itemsize
-    if operand.strides is None:
-        needed = operand.size * itemsize
-        if len(data) != needed:
-            raise operand.reject(
-                f"expected {needed} bytes for shape {list(operand.shape)} of {operand.dtype.name}, "
-                f"got {len(data)}"
-            )
-    else:
-        needed = _span(operand.shape, operand.strides) * itemsize
-        if len(data) < needed or len(data) % itemsize:
-            raise operand.reject(
-                f"expected {needed} bytes or more, in whole elements, "
-                f"for shape {list(operand.shape)} with strides {list(operand.strides)}, "
-                f"got {len(data)}"
-            )
-    return np.frombuffer(data, operand.dtype)
+def _decoded(name: str, data: str) -> memoryview:
+    try:
+        return memoryview(b64decode(data, validate=True))
+    except (Base64Error, ValueError) as error:
+        raise Malformed(f"{name}: expected base64 in data: {error}", operand=name) from None
 
 
-def _take_view(engine: Engine, operand: Operand, tensor: Tensor) -> None:
-    """Make `operand`, a whole resident so far, the view of it that the header describes."""
-    name, held = operand.name, operand.array
-    assert held is not None
+def _take_view(operand: Operand, tensor: Tensor, size: int) -> None:
+    """Make `operand`, all of a tensor of `size` elements so far, the view that is described."""
+    name = operand.name
     shape = operand.shape if tensor.shape is None else tuple(tensor.shape)
-    described(name, operand.dtype.name, shape, (operand.dtype.name,))
+    described(name, DTYPE_NAMES[operand.dtype], shape, (DTYPE_NAMES[operand.dtype],))
     strides = _checked_strides(name, shape, tensor.strides) or row_major(shape)
     end = tensor.offset + _span(shape, strides)
-    if tensor.offset < 0 or end > held.size:
+    if tensor.offset < 0 or end > size:
         raise operand.reject(
-            f"expected a view within the tensor's {held.size} elements, got "
+            f"expected a view within the tensor's {size} elements, got "
             f"elements {tensor.offset} to {end - 1} by shape {list(shape)}, "
             f"strides {list(strides)} and offset {tensor.offset}"
         )
-    base = held if held.flags.c_contiguous else swap(held)
-    operand.array = engine.view(base, shape, strides, tensor.offset)
-    operand.shape, operand.kind = shape, "tensor"
+    operand.shape, operand.strides, operand.kind = shape, strides, "tensor"
+    operand.offset, operand.rows, operand.weight = tensor.offset, None, None

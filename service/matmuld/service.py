@@ -16,9 +16,10 @@ from .calls import Call, Runtime
 from .engine import open_engine
 from .memory.handles import HandleMint
 from .memory.tensors import TensorStore
-from .operands import FLOATS
+from .operands import FLOATS, Inputs
 from .pool import PlanPool
 from .settings import Settings
+from .steps import Steps
 
 log = logging.getLogger("matmuld")
 
@@ -32,6 +33,7 @@ class Service:
     def __init__(self, settings: Settings, runtime: Runtime) -> None:
         self.settings = settings
         self.runtime = runtime
+        self.steps = Steps()
         self._started = monotonic()
 
     @classmethod
@@ -63,11 +65,13 @@ class Service:
             if self.runtime.store.sweep():
                 await self.runtime.engine.trim()
 
-    def call(
-        self, tenant: str, payloads: Sequence[memoryview] = (), *, sourceless: bool = False
-    ) -> Call:
-        """A request at work."""
-        return Call(self.runtime, tenant, payloads, sourceless=sourceless)
+    def inputs(self, tenant: str) -> Inputs:
+        """The tensors of a header of `tenant`'s."""
+        return Inputs(self.runtime.store, tenant)
+
+    def call(self, tenant: str, payloads: Sequence[memoryview] = ()) -> Call:
+        """A request of `tenant`'s."""
+        return Call(self.runtime, tenant, payloads)
 
     def pool_stats(self) -> dict[str, Any]:
         """Counters of the plan pool."""

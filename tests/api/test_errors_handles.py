@@ -41,7 +41,7 @@ PLACES: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
     ),
     "tape": lambda h: (MLP_BACKWARD, {"dy": tensor(DY, 0), "tape": h}),
     "b": lambda h: (MATMUL, {"a": tensor(DY, 0), "b": {"tensor": h}}),
-    "y": lambda h: (
+    "outputs.y": lambda h: (
         FORWARD,
         {"x": tensor(DY, 0), "weight": tensor(DY, 0), "outputs": {"y": {"tensor": h}}},
     ),

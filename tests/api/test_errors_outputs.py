@@ -71,7 +71,7 @@ INTO: dict[str, Any] = {"tensor": "TARGET"}
         (
             FORWARD,
             {"x": tensor(DZ[:2], 0), "weight": tensor(DZ, 1), "outputs": {"y": INTO}},
-            "y",
+            "outputs.y",
             "outputs.y: expected a tensor [2, 3] of float32, TARGET is [3, 3] of float32",
         ),
         (
@@ -81,20 +81,20 @@ INTO: dict[str, Any] = {"tensor": "TARGET"}
                 "weight": tensor(DZ.astype(np.float64), 0),
                 "outputs": {"y": INTO},
             },
-            "y",
+            "outputs.y",
             "outputs.y: expected a tensor [3, 3] of float64, TARGET is [3, 3] of float32",
         ),
         (
             BACKWARD,
             GRADIENT | {"outputs": {"dbias": INTO}},
-            "dbias",
+            "outputs.dbias",
             "outputs.dbias: expected a tensor [3] of float32, TARGET is [3, 3] of float32",
         ),
         (
             BACKWARD,
             GRADIENT | {"outputs": {"dx": INTO, "dweight": INTO}},
-            "outputs",
-            "outputs: expected each output in a tensor of its own, got one tensor for two",
+            "outputs.dweight",
+            "outputs.dweight: expected a tensor of its own, TARGET takes another output",
         ),
         (
             FORWARD,
@@ -141,7 +141,7 @@ INTO: dict[str, Any] = {"tensor": "TARGET"}
         (
             MATMUL,
             PRODUCT | {"epilog": "RELU_AUX", "outputs": {"relu_aux": INTO}},
-            "relu_aux",
+            "outputs.relu_aux",
             "outputs.relu_aux: expected payload or tensor, got a handle",
         ),
         (
@@ -207,9 +207,9 @@ def test_targets_that_are_no_tensors(wire: Wire, kind: str) -> None:
         FORWARD,
         forward(outputs={"y": {"tensor": handle}}),
         *BODY,
-        code="invalid_operands",
-        operand="y",
-        says=f"y: expected a tensor to write to, {handle} is a {kind}",
+        code="conflict",
+        operand="outputs.y",
+        says=f"outputs.y: expected a tensor to write to, {handle} is a {kind}",
     )
     assert wire.request("DELETE", f"{TENSORS}/{handle}").status == 204
 
@@ -255,8 +255,8 @@ def test_targets_that_are_no_tensors(wire: Wire, kind: str) -> None:
         ),
         (
             {"layers": [{"dweight": INTO}, {"dweight": INTO}]},
-            "outputs",
-            "expected each output in a tensor of its own, got one tensor for two",
+            "layers[1].dweight",
+            "expected a tensor of its own",
             "invalid_operands",
         ),
         ({"outputs": {"dx": INTO}}, "outputs.dx", "expected with dx in wants", "invalid_operands"),

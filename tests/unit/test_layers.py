@@ -15,12 +15,11 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     # From the top; what stands on one line does not know of each other. A package is one part.
     ("__main__",),
-    ("__main__",),
     ("cli",),
     ("http",),
     ("service",),
     ("operations",),
-    ("strategies",),
+    ("steps", "strategies"),
     ("calls",),
     ("operands",),
     ("memory", "pool"),

@@ -83,7 +83,12 @@ def unpack(body: Buffer) -> tuple[dict[str, Any], list[memoryview]]:
         WireError: the body is truncated, too deeply nested, or is no such sequence.
     """
     view = memoryview(body)
-    header, at = _unpack_header(view)
+    header, at = unpack_header(view)
+    return header, unpack_payloads(view, at)
+
+
+def unpack_payloads(view: memoryview, at: int) -> list[memoryview]:
+    """The payloads of a body whose header ends at `at`, as views of it. Raises WireError."""
     payloads: list[memoryview] = []
     end = len(view)
     while at < end:
@@ -95,11 +100,11 @@ def unpack(body: Buffer) -> tuple[dict[str, Any], list[memoryview]]:
             )
         payloads.append(view[start:stop])
         at = stop
-    return header, payloads
+    return payloads
 
 
-def _unpack_header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """The header, and where it ends."""
+def unpack_header(view: memoryview) -> tuple[dict[str, Any], int]:
+    """The header of a body, and where it ends. Raises WireError."""
     unpacker = msgpack.Unpacker(
         strict_map_key=True,
         max_buffer_size=HEADER_LIMIT,

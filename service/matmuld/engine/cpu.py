@@ -121,7 +121,7 @@ class CpuEngine:
         with self._ledger:
             self._blocks[id(reference)] = reference
             self._used += nbytes
-        start = -addressof(c_char.from_buffer(block)) % ALIGNMENT
+        start = -addressof(c_char.from_buffer(block.data)) % ALIGNMENT
         return np.ndarray(shape, dtype, block, start)
 
     def _forget(self, reference: _Block) -> None:

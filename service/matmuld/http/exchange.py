@@ -24,7 +24,15 @@ from matmuld_client.errors import (
     TooLarge,
     UnsupportedMediaType,
 )
-from matmuld_client.wire import JSON, MSGPACK, OCTETS, WireError, pack, unpack
+from matmuld_client.wire import (
+    JSON,
+    MSGPACK,
+    OCTETS,
+    WireError,
+    pack,
+    unpack_header,
+    unpack_payloads,
+)
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
@@ -120,11 +128,21 @@ class Exchange:
         Raises:
             TooLarge, UnsupportedMediaType, Malformed: the body is not that.
         """
-        body = await self.body()
+        header, payloads, _ = self.understand(model, memoryview(await self.body()))
+        return header, payloads
+
+    def understand(self, model: type[H], body: memoryview) -> tuple[H, list[memoryview], int]:
+        """The header of a body as `model`, its payloads, and where the header ends.
+
+        Raises:
+            Malformed: the body is not that.
+        """
         payloads: list[memoryview] = []
+        end = len(body)
         try:
             if self.content_type == MSGPACK:
-                header, payloads = unpack(body)
+                header, end = unpack_header(body)
+                payloads = unpack_payloads(body, end)
             else:
                 header = json.loads(bytes(body), parse_constant=_no_constant)
         except WireError as error:
@@ -133,7 +151,7 @@ class Exchange:
             raise Malformed("the header is nested too deeply") from None
         except ValueError as error:
             raise Malformed(f"the body is not JSON: {error}") from None
-        return validated(model, header), payloads
+        return validated(model, header), payloads, end
 
     async def body(self) -> bytes | bytearray:
         """The whole body of a msgpack or JSON request."""

@@ -21,7 +21,7 @@ async def plans(service: Service, exchange: Exchange) -> None:
 async def warm(service: Service, exchange: Exchange) -> None:
     """Run requests to come once, on made-up operands, so that their plans are there then."""
     header, payloads = await exchange.decode(Warm)
-    service.call(exchange.tenant, payloads).inputs.finish()
+    service.inputs(exchange.tenant).finish().check(payloads)
     checked = [
         (request.operation, validated(OPERATIONS[request.operation][0], request.header))
         for request in header.requests

@@ -15,7 +15,8 @@ from ..calls import Call, describe
 from ..engine.elementwise import read_mask, swap
 from ..engine.protocol import Array
 from ..memory.tensors import Kind, Resident
-from ..operands import FLOATS, Operand, described
+from ..operands import FLOATS, Inputs, Operand, described
+from ..operations.checks import assign
 from ..operations.mlp import Tape
 from ..schemas import CreateTensor, ReplaceTensor, Tensor, TensorLife
 from ..service import Service
@@ -32,7 +33,7 @@ async def create(service: Service, exchange: Exchange) -> None:
     else:
         header, payloads = await exchange.decode(CreateTensor)
         call = service.call(exchange.tenant, payloads)
-        array, kind = await _value(call, header)
+        array, kind = await _value(service.inputs(exchange.tenant), call, header)
         resident = service.runtime.store.add(
             exchange.tenant, array, kind=kind, pinned=header.pinned, ttl=header.ttl_s
         )
@@ -40,26 +41,26 @@ async def create(service: Service, exchange: Exchange) -> None:
     await exchange.reply(metadata(resident), status=201)
 
 
-async def _value(call: Call, header: CreateTensor) -> tuple[Array, Kind]:
+async def _value(inputs: Inputs, call: Call, header: CreateTensor) -> tuple[Array, Kind]:
     """The value of a body, or zeros, once the quota is known to have room."""
     if header.value is None:
         dtype, shape = described("tensor", header.dtype, header.shape, FLOATS)
-        call.inputs.finish()
+        call.bind(inputs.finish())
         call.store.check(call.tenant, math.prod(shape) * dtype.itemsize)
         return call.zeros(shape, dtype), "tensor"
     if header.dtype is not None or header.shape is not None:
         raise Malformed("value: expected either value, or dtype and shape", operand="value")
-    operand, kind = _taken(call, header.value)
+    operand, kind = _taken(inputs, call, header.value)
     call.store.check(call.tenant, operand.size * operand.dtype.itemsize)
     return await _dense(call, operand), kind
 
 
-def _taken(call: Call, value: Tensor) -> tuple[Operand, Kind]:
+def _taken(inputs: Inputs, call: Call, value: Tensor) -> tuple[Operand, Kind]:
     """The one tensor of a body, checked."""
     if value.tensor is not None:
         raise Malformed("value: expected a payload or data, got a handle", operand="value")
-    operand = call.inputs.take("value", value, HOLDABLE)
-    call.inputs.finish()
+    operand = inputs.take("value", value, HOLDABLE)
+    call.bind(inputs.finish())
     kind: Kind = value.kind or "tensor"
     if (operand.dtype == np.uint8) != (kind == "relu_aux"):
         raise operand.reject(
@@ -72,12 +73,12 @@ def _taken(call: Call, value: Tensor) -> tuple[Operand, Kind]:
 
 async def _dense(call: Call, operand: Operand) -> Array:
     """The value in memory of its own: row-major, aux data column-major."""
-    array = await operand.load(call.engine)
+    array = await call.load(operand)
     columns = operand.kind != "tensor"
     oriented = swap(array) if columns else array
     if not oriented.flags.c_contiguous:
         dense = call.empty(oriented.shape, operand.dtype)
-        dense[...] = oriented
+        await call.engine.call(2 * dense.nbytes, assign, dense, oriented)
         oriented = dense
     return swap(oriented) if columns else oriented
 
@@ -195,7 +196,7 @@ async def replace(service: Service, exchange: Exchange) -> None:
     else:
         header, payloads = await exchange.decode(ReplaceTensor)
         call = service.call(exchange.tenant, payloads)
-        operand, kind = _taken(call, header.value)
+        operand, kind = _taken(service.inputs(exchange.tenant), call, header.value)
         came = f"{kind} {list(operand.shape)} of {operand.dtype.name}"
         expected = f"{resident.kind} {list(held.shape)} of {held.dtype.name}"
         if came != expected:
@@ -212,7 +213,7 @@ async def change(service: Service, exchange: Exchange) -> None:
     """How long one is held."""
     resident = _held(service, exchange)
     header, payloads = await exchange.decode(TensorLife)
-    service.call(exchange.tenant, payloads).inputs.finish()
+    service.inputs(exchange.tenant).finish().check(payloads)
     if header.ttl_s is not None:
         resident.ttl = header.ttl_s
     resident.pin(resident.pinned if header.pinned is None else header.pinned)

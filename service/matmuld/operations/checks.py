@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands
+from matmuld_client.wire import PAYLOAD_LIMIT
 
 from ..calls import Call
 from ..engine.elementwise import aux_shape, swap
 from ..engine.epilogs import Activation, AuxKind
 from ..engine.protocol import Array
 from ..memory.tensors import Kind
-from ..operands import AUX_DTYPES, Operand, check_bytes
-from ..schemas import ACTIVATIONS, Tensor
+from ..operands import AUX_DTYPES, Inputs, Operand, check_bytes
+from ..schemas import ACTIVATIONS, Into, Placement, Tensor
 
 AUX_OF: dict[Activation, AuxKind] = {"relu": "relu_aux", "gelu": "gelu_aux"}
 
@@ -74,17 +75,17 @@ def activation_of(name: str, operand: str = "activation") -> Activation:
     )
 
 
-def take_aux(call: Call, name: str, tensor: Tensor) -> tuple[Operand, AuxKind]:
+def take_aux(inputs: Inputs, name: str, tensor: Tensor) -> tuple[Operand, AuxKind]:
     """Auxiliary data of either kind, which its handle or its header tells."""
     kind: Kind | None = tensor.kind
     if tensor.tensor is not None:
-        kind = call.store.get(call.tenant, tensor.tensor, name).kind
+        kind = inputs.store.get(inputs.tenant, tensor.tensor, name).kind
     if kind != "relu_aux" and kind != "gelu_aux":
         expected = f"{name}: expected a relu_aux or gelu_aux"
         if tensor.tensor is not None:
             raise Conflict(f"{expected}, {tensor.tensor} is a {kind}", operand=name)
         raise InvalidOperands(f"{expected}, got kind {kind or 'none'}", operand=name)
-    return call.inputs.take(name, tensor, AUX_DTYPES[kind]), kind
+    return inputs.take(name, tensor, AUX_DTYPES[kind]), kind
 
 
 def check_aux(aux: Operand, kind: AuxKind, d: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -94,9 +95,8 @@ def check_aux(aux: Operand, kind: AuxKind, d: tuple[int, ...], dtype: np.dtype[A
     aux.expect(aux_shape(kind, d), f"{kind} of {d[-2]} rows and {d[-1]} columns")
     if kind == "gelu_aux" and aux.dtype != np.float32:
         aux.expect_dtype(dtype, "that of the gradient, or float32")
-    held = aux.resident
-    if held is not None and held.rows not in (None, d[-2]):
-        raise aux.reject(f"expected the aux of {d[-2]} rows, it has {held.rows}")
+    if aux.rows not in (None, d[-2]):
+        raise aux.reject(f"expected the aux of {d[-2]} rows, it has {aux.rows}")
 
 
 def empty_aux(call: Call, kind: AuxKind, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
@@ -108,10 +108,10 @@ def empty_aux(call: Call, kind: AuxKind, rows: int, columns: int, dtype: np.dtyp
 
 async def load_aux(call: Call, aux: Operand) -> Array:
     """An aux on the device, column-major whatever its bytes were."""
-    array = await aux.load(call.engine)
+    array = await call.load(aux)
     if aux.shape[-1] and not swap(array).flags.c_contiguous:
         dense = swap(call.empty(swap(array).shape, aux.dtype))
-        dense[...] = array
+        await call.engine.call(2 * array.nbytes, assign, dense, array)
         return dense
     return array
 
@@ -125,3 +125,43 @@ def scaling(c: Operand | None, beta: float | None) -> float:
             operand="beta",
         )
     return 0.0 if beta is None else beta
+
+
+def assign(target: Array, source: Array) -> None:
+    """Copy elements, broadcasting."""
+    target[...] = source
+
+
+def output(
+    inputs: Inputs,
+    path: str,
+    placement: Placement | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    gradient: bool = False,
+) -> Placement:
+    """Where an output of that shape and dtype goes, which the header says under `path`.
+
+    Raises:
+        InvalidOperands: it cannot go there. Only gradients of parameters are accumulated.
+        Conflict: it is to go into what is no tensor.
+    """
+    check_bytes(path, shape, dtype)
+    placement = placement or "payload"
+    if isinstance(placement, Into):
+        if not gradient and scale_of(placement) != (1.0, 0.0):
+            raise InvalidOperands(f"{path}: alpha and beta are for dweight and dbias", operand=path)
+        inputs.target(path, placement, shape, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if placement == "payload" and nbytes > PAYLOAD_LIMIT:
+        raise InvalidOperands(
+            f"{path}: expected a tensor for {nbytes} bytes, a payload has at most 2^32 - 1",
+            operand=path,
+        )
+    return placement
+
+
+def scale_of(placement: Placement) -> tuple[float, float]:
+    """alpha and beta of what the target becomes."""
+    return (placement.alpha, placement.beta) if isinstance(placement, Into) else (1.0, 0.0)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
-from matmuld_client.wire import PAYLOAD_LIMIT
 
 from .. import strategies
-from ..calls import Call, Reply, Result, Results
-from ..engine.epilogs import AuxKind
+from ..calls import Call, Reply, Result, Results, Step
+from ..engine.epilogs import Activation, AuxKind
 from ..engine.protocol import Array
 from ..engine.signature import Options
-from ..memory.tensors import Resident
-from ..operands import Operand, check_bytes
+from ..operands import Inputs, Operand
 from ..schemas import Into, LinearBackward, LinearForward, Placement
 from .checks import (
     AUX_OF,
+    LinearShape,
     activation_of,
     check_aux,
     empty_aux,
     linear_shape,
     load_aux,
+    output,
+    scale_of,
     scaling,
     take_aux,
     weight_shape,
@@ -31,13 +33,60 @@ from .checks import (
 from .options import planner_options
 
 
-async def forward(call: Call, header: LinearForward) -> Reply:
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A checked forward pass."""
+
+    x: Operand
+    weight: Operand
+    bias: Operand | None
+    c: Operand | None
+    alpha: float
+    beta: float
+    activation: Activation
+    kind: AuxKind | None
+    options: Options
+    dtype: np.dtype[Any]
+    shape: LinearShape
+    y_place: Placement
+    aux_place: Placement
+
+    async def run(self, call: Call) -> Reply:
+        shape = self.shape
+        async with call.writing((self.y_place,)):
+            y = call.empty((shape.batch, shape.outputs), self.dtype)
+            aux = None
+            if self.kind is not None:
+                aux = empty_aux(call, self.kind, shape.outputs, shape.batch, self.dtype)
+            if shape.batch:
+                await self._product(call, y, aux)
+            results: Results = {"y": Result(y.reshape(*shape.lead, shape.outputs), self.y_place)}
+            if self.kind is not None:
+                owner = self.weight.handle
+                results["aux"] = Result(aux, self.aux_place, self.kind, shape.outputs, owner)
+            return await call.deliver(results)
+
+    async def _product(self, call: Call, y: Array, aux: Array | None) -> None:
+        await strategies.forward(
+            call,
+            (await call.load(self.x)).reshape(self.shape.batch, self.shape.inputs),
+            await call.load(self.weight),
+            y,
+            self.options,
+            bias=None if self.bias is None else await call.load(self.bias),
+            activation=self.activation,
+            aux=aux,
+            c=None if self.c is None else (await call.load(self.c)).reshape(y.shape),
+            alpha=self.alpha,
+            beta=self.beta,
+        )
+
+
+def forward(inputs: Inputs, header: LinearForward) -> Step:
     """``y = activation(alpha · x·weightᵀ + beta · c + bias)``, and the aux."""
-    take = call.inputs.take
-    x, weight = take("x", header.x), take("weight", header.weight)
-    bias = None if header.bias is None else take("bias", header.bias)
-    c = None if header.c is None else take("c", header.c)
-    call.inputs.finish()
+    x, weight = inputs.take("x", header.x), inputs.take("weight", header.weight)
+    bias = None if header.bias is None else inputs.take("bias", header.bias)
+    c = None if header.c is None else inputs.take("c", header.c)
     beta = scaling(c, header.beta)
     activation = activation_of(header.activation)
     options, dtype = planner_options(header.options, x.dtype)
@@ -51,82 +100,28 @@ async def forward(call: Call, header: LinearForward) -> Reply:
         raise InvalidOperands(
             f"save_aux: expected activation relu or gelu, got {activation}", operand="save_aux"
         )
-    place = output(call, "y", header.outputs.get("y"), y_shape, dtype)
+    y_place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
     aux_place = header.outputs.get("aux", "tensor")
     if isinstance(aux_place, Into) or ("aux" in header.outputs and kind is None):
         raise InvalidOperands(
             "outputs.aux: expected payload or tensor, and save_aux with it", operand="outputs.aux"
         )
-
-    async with call.writing([place.target]):
-        y = call.empty((shape.batch, shape.outputs), dtype)
-        aux = None if kind is None else empty_aux(call, kind, shape.outputs, shape.batch, dtype)
-        if shape.batch:
-            await strategies.forward(
-                call,
-                (await x.load(call.engine)).reshape(shape.batch, shape.inputs),
-                await weight.load(call.engine),
-                y,
-                options,
-                bias=None if bias is None else await bias.load(call.engine),
-                activation=activation,
-                aux=aux,
-                c=None if c is None else (await c.load(call.engine)).reshape(y.shape),
-                alpha=header.alpha,
-                beta=beta,
-            )
-        results: Results = {"y": place.result(y.reshape(y_shape))}
-        if kind is not None:
-            owner = weight.resident.handle if weight.resident else None
-            results["aux"] = Result(aux, aux_place, kind, shape.outputs, owner)
-        return await call.deliver(results)
-
-
-class Place(NamedTuple):
-    """Where an output goes."""
-
-    placement: Placement
-    target: Resident | None
-
-    def result(self, value: Array) -> Result:
-        return Result(value, self.placement, target=self.target)
-
-    @property
-    def scale(self) -> tuple[float, float]:
-        """alpha and beta of what the target becomes."""
-        into = self.placement
-        return (into.alpha, into.beta) if isinstance(into, Into) else (1.0, 0.0)
-
-
-def output(
-    call: Call,
-    name: str,
-    placement: Placement | None,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    *,
-    gradient: bool = False,
-) -> Place:
-    """The place of an output of that shape and dtype; only gradients of parameters may be
-    accumulated.
-
-    Raises:
-        InvalidOperands: it cannot go there.
-    """
-    check_bytes(name, shape, dtype)
-    placement = placement or "payload"
-    place = Place(placement, call.target(name, placement, shape, dtype))
-    if not gradient and place.scale != (1.0, 0.0):
-        raise InvalidOperands(
-            f"outputs.{name}: alpha and beta are for dweight and dbias", operand=f"outputs.{name}"
-        )
-    nbytes = math.prod(shape) * dtype.itemsize
-    if placement == "payload" and nbytes > PAYLOAD_LIMIT:
-        raise InvalidOperands(
-            f"outputs.{name}: expected a tensor for {nbytes} bytes, a payload has at most 2^32 - 1",
-            operand=f"outputs.{name}",
-        )
-    return place
+    step = _Forward(
+        x,
+        weight,
+        bias,
+        c,
+        header.alpha,
+        beta,
+        activation,
+        kind,
+        options,
+        dtype,
+        shape,
+        y_place,
+        aux_place,
+    )
+    return Step(inputs.finish(), step.run)
 
 
 async def parameter_gradients(
@@ -135,8 +130,8 @@ async def parameter_gradients(
     x: Array | None,
     options: Options,
     *,
-    dweight: Place | None,
-    dbias: Place | None,
+    dweight: Placement | None,
+    dbias: Placement | None,
     dtype: np.dtype[Any],
 ) -> Results:
     """dweight and dbias of one layer, those that have a place, from dz ``[batch, out]`` and x
@@ -147,8 +142,8 @@ async def parameter_gradients(
     sums = None if dbias is None else call.zeros((outputs,), dtype)
     if dweight is not None:
         assert x is not None
-        alpha, beta = dweight.scale
-        old = dweight.target.value if dweight.target is not None and beta else None
+        alpha, beta = scale_of(dweight)
+        old = call.target(dweight).value if isinstance(dweight, Into) and beta else None
         gradient = call.empty((outputs, x.shape[1]), dtype)
         if batch:
             await strategies.weight_gradient(
@@ -158,100 +153,107 @@ async def parameter_gradients(
             gradient.fill(0)
             if old is not None:
                 gradient = await strategies.accumulate(call, gradient, old, alpha, beta)
-        results["dweight"] = dweight.result(gradient)
+        results["dweight"] = Result(gradient, dweight)
     elif sums is not None and batch:
         await strategies.bias_gradient(call, dz, sums)
     if dbias is not None:
-        alpha, beta = dbias.scale
-        if dbias.target is not None and (alpha, beta) != (1.0, 0.0):
-            sums = await strategies.accumulate(call, sums, dbias.target.value, alpha, beta)
-        results["dbias"] = dbias.result(sums)
+        alpha, beta = scale_of(dbias)
+        if isinstance(dbias, Into) and (alpha, beta) != (1.0, 0.0):
+            old = call.target(dbias).value
+            sums = await strategies.accumulate(call, sums, old, alpha, beta)
+        results["dbias"] = Result(sums, dbias)
     return results
 
 
-async def backward(call: Call, header: LinearBackward) -> Reply:
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """A checked backward pass. `places` are those of the gradients wanted."""
+
+    gradient: Operand
+    aux: tuple[Operand, AuxKind] | None
+    weight: Operand | None
+    x: Operand | None
+    input_aux: tuple[Operand, AuxKind] | None
+    options: Options
+    dtype: np.dtype[Any]
+    shape: LinearShape
+    places: dict[str, Placement]
+
+    async def run(self, call: Call) -> Reply:
+        shape, places = self.shape, self.places
+        async with call.writing(places.values()):
+            dz = (await call.load(self.gradient)).reshape(shape.batch, shape.outputs)
+            if self.aux is not None and shape.batch:
+                aux = await load_aux(call, self.aux[0])
+                dz = await strategies.pre_activation_gradient(call, dz, aux, self.aux[1])
+            results = await self._input_gradient(call, dz) if "dx" in places else {}
+            x = None
+            if "dweight" in places:
+                assert self.x is not None
+                x = (await call.load(self.x)).reshape(shape.batch, shape.inputs)
+            results |= await parameter_gradients(
+                call,
+                dz,
+                x,
+                self.options,
+                dweight=places.get("dweight"),
+                dbias=places.get("dbias"),
+                dtype=self.dtype,
+            )
+            return await call.deliver(results)
+
+    async def _input_gradient(self, call: Call, dz: Array) -> Results:
+        assert self.weight is not None
+        shape, places = self.shape, self.places
+        dx = call.empty((shape.batch, shape.inputs), self.dtype)
+        sums = call.zeros((shape.inputs,), self.dtype) if "input_dbias" in places else None
+        if shape.batch:
+            await strategies.input_gradient(
+                call,
+                dz,
+                await call.load(self.weight),
+                dx,
+                self.options,
+                aux=None if self.input_aux is None else await load_aux(call, self.input_aux[0]),
+                kind="relu_aux" if self.input_aux is None else self.input_aux[1],
+                dbias=sums,
+            )
+        results: Results = {"dx": Result(dx.reshape(*shape.lead, shape.inputs), places["dx"])}
+        if sums is not None:
+            results["input_dbias"] = Result(sums, places["input_dbias"])
+        return results
+
+
+def backward(inputs: Inputs, header: LinearBackward) -> Step:
     """``dx = dz·weight``, ``dweight = dzᵀ·x``, ``dbias = Σ dz``"""
-    take = call.inputs.take
-    gradient, aux = _gradient(call, header)
-    weight = None if header.weight is None else take("weight", header.weight)
-    x = None if header.x is None else take("x", header.x)
-    input_aux = None if header.input_aux is None else take_aux(call, "input_aux", header.input_aux)
-    call.inputs.finish()
+    gradient, aux = _gradient(inputs, header)
+    weight = None if header.weight is None else inputs.take("weight", header.weight)
+    x = None if header.x is None else inputs.take("x", header.x)
+    input_aux = None
+    if header.input_aux is not None:
+        input_aux = take_aux(inputs, "input_aux", header.input_aux)
     options, dtype = planner_options(header.options, gradient.dtype)
     wants = _wants(header, weight, x)
-    inputs = _inputs(gradient, weight, x)
-    lead, outputs = gradient.shape[:-1], gradient.shape[-1]
-    batch = math.prod(lead)
+    lead, outputs = gradient.shape[:-1], gradient.shape[-1] if gradient.shape else 0
+    shape = LinearShape(lead, math.prod(lead), _inputs(gradient, weight, x), outputs)
     if aux is not None:
-        check_aux(*aux, (outputs, batch), gradient.dtype)
+        check_aux(*aux, (outputs, shape.batch), gradient.dtype)
         _check_owner(aux[0], weight)
     if input_aux is not None:
-        check_aux(*input_aux, (inputs, batch), gradient.dtype)
-
-    outs, dx_shape = header.outputs, (*lead, inputs)
-    places: dict[str, Place] = {}
-    if "dx" in wants:
-        places["dx"] = output(call, "dx", outs.get("dx"), dx_shape, dtype)
-    if header.input_dbias:
-        places["input_dbias"] = output(
-            call, "input_dbias", outs.get("input_dbias"), (inputs,), dtype
-        )
-    for name, shape in (("dweight", (outputs, inputs)), ("dbias", (outputs,))):
-        if name in wants:
-            place = outs.get(name)  # type: ignore[call-overload]
-            places[name] = output(call, name, place, shape, dtype, gradient=True)
-    if unused := sorted(set(outs) - set(places)):
-        raise InvalidOperands(
-            f"outputs.{unused[0]}: expected an output of this request, which are {sorted(places)}",
-            operand=f"outputs.{unused[0]}",
-        )
-
-    async with call.writing([place.target for place in places.values()]):
-        dz = (await gradient.load(call.engine)).reshape(batch, outputs)
-        if aux is not None and batch:
-            loaded = await load_aux(call, aux[0])
-            dz = await strategies.pre_activation_gradient(call, dz, loaded, aux[1])
-        results: Results = {}
-        if "dx" in wants:
-            assert weight is not None
-            dx = call.empty((batch, inputs), dtype)
-            sums = call.zeros((inputs,), dtype) if header.input_dbias else None
-            if batch:
-                await strategies.input_gradient(
-                    call,
-                    dz,
-                    await weight.load(call.engine),
-                    dx,
-                    options,
-                    aux=None if input_aux is None else await load_aux(call, input_aux[0]),
-                    kind="relu_aux" if input_aux is None else input_aux[1],
-                    dbias=sums,
-                )
-            results["dx"] = places["dx"].result(dx.reshape(dx_shape))
-            if sums is not None:
-                results["input_dbias"] = places["input_dbias"].result(sums)
-        loaded_x = None
-        if "dweight" in wants:
-            assert x is not None
-            loaded_x = (await x.load(call.engine)).reshape(batch, inputs)
-        results |= await parameter_gradients(
-            call,
-            dz,
-            loaded_x,
-            options,
-            dweight=places.get("dweight"),
-            dbias=places.get("dbias"),
-            dtype=dtype,
-        )
-        return await call.deliver(results)
+        check_aux(*input_aux, (shape.inputs, shape.batch), gradient.dtype)
+    places = _places(inputs, header, wants, shape, dtype)
+    step = _Backward(gradient, aux, weight, x, input_aux, options, dtype, shape, places)
+    return Step(inputs.finish(), step.run)
 
 
-def _gradient(call: Call, header: LinearBackward) -> tuple[Operand, tuple[Operand, AuxKind] | None]:
+def _gradient(
+    inputs: Inputs, header: LinearBackward
+) -> tuple[Operand, tuple[Operand, AuxKind] | None]:
     """dz, or dy and this layer's aux. Raises Malformed for anything else."""
     if header.dz is not None and header.dy is None and header.aux is None:
-        return call.inputs.take("dz", header.dz), None
+        return inputs.take("dz", header.dz), None
     if header.dz is None and header.dy is not None and header.aux is not None:
-        return call.inputs.take("dy", header.dy), take_aux(call, "aux", header.aux)
+        return inputs.take("dy", header.dy), take_aux(inputs, "aux", header.aux)
     given = [name for name in ("dz", "dy", "aux") if getattr(header, name) is not None]
     raise Malformed(f"dz: expected dz alone, or dy with aux, got {given or 'none'}", operand="dz")
 
@@ -296,10 +298,44 @@ def _inputs(gradient: Operand, weight: Operand | None, x: Operand | None) -> int
 
 def _check_owner(aux: Operand, weight: Operand | None) -> None:
     """Raise Conflict if aux is known to be of another layer than `weight`."""
-    owner = aux.resident.weight if aux.resident else None
-    given = weight.resident.handle if weight is not None and weight.resident else None
+    owner, given = aux.weight, None if weight is None else weight.handle
     if owner is not None and given is not None and owner != given:
         raise Conflict(
             f"aux: expected the aux of the layer of weight {given}, it is that of {owner}",
             operand="aux",
         )
+
+
+def _places(
+    inputs: Inputs,
+    header: LinearBackward,
+    wants: set[str],
+    shape: LinearShape,
+    dtype: np.dtype[Any],
+) -> dict[str, Placement]:
+    """Where the gradients that are wanted go."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "dx": (*shape.lead, shape.inputs),
+        "dweight": (shape.outputs, shape.inputs),
+        "dbias": (shape.outputs,),
+    }
+    wanted = {name: looks for name, looks in shapes.items() if name in wants}
+    if header.input_dbias:
+        wanted["input_dbias"] = (shape.inputs,)
+    given: dict[str, Placement] = {str(name): to for name, to in header.outputs.items()}
+    if unused := sorted(set(given) - set(wanted)):
+        path = f"outputs.{unused[0]}"
+        raise InvalidOperands(
+            f"{path}: expected an output of this request, which are {sorted(wanted)}", operand=path
+        )
+    return {
+        name: output(
+            inputs,
+            f"outputs.{name}",
+            given.get(name),
+            looks,
+            dtype,
+            gradient=name in ("dweight", "dbias"),
+        )
+        for name, looks in wanted.items()
+    }

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from matmuld_client.errors import InvalidOperands, Malformed
 
-from ..calls import Call, Reply, Result, Results
+from ..calls import Call, Reply, Result, Results, Step
 from ..engine.elementwise import aux_shape, swap
 from ..engine.epilogs import TABLE, AuxKind, Epilog, output_names
 from ..engine.protocol import Array, Operands
-from ..operands import AUX_DTYPES, Operand
+from ..engine.signature import Options
+from ..operands import AUX_DTYPES, Inputs, Operand
 from ..schemas import Into, Matmul, Placement
-from .checks import check_aux, load_aux, scaling
-from .linear import Place, output
+from .checks import assign, check_aux, load_aux, output, scaling
 from .options import planner_options
 
 
@@ -38,48 +38,75 @@ class _Sizes:
         return matrix if self.batch is None else (self.batch, *matrix)
 
 
-async def matmul(call: Call, header: Matmul) -> Reply:
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A checked product."""
+
+    a: Operand
+    b: Operand
+    c: Operand | None
+    alpha: float
+    beta: float
+    epilog: Epilog
+    bias: Operand | None
+    aux: Operand | None
+    options: Options
+    dtype: np.dtype[Any]
+    sizes: _Sizes
+    places: dict[str, Placement]
+
+    async def run(self, call: Call) -> Reply:
+        row, sizes, places = TABLE[self.epilog], self.sizes, self.places
+        async with call.writing(places.values()):
+            d = _empty_matrices(call, sizes, sizes.m, self.dtype, column_major=row.column_major)
+            vector, out_aux = _epilog_outputs(call, self.epilog, sizes, self.dtype)
+            if d.size:
+                await self._launch(call, d, vector, out_aux)
+            results: Results = {"d": Result(_unflatten(d, sizes), places["d"])}
+            for name in output_names(self.epilog):
+                value = _unflatten(out_aux if name == row.aux_out else vector, sizes)
+                results[name] = Result(value, places[name])
+                if row.aux_out is not None:
+                    results[name] = Result(value, places[name], row.aux_out, sizes.m)
+            return await call.deliver(results)
+
+    async def _launch(
+        self, call: Call, d: Array, vector: Array | None, out_aux: Array | None
+    ) -> None:
+        if self.bias is not None:
+            vector = await _load_bias(call, self.bias, self.sizes)
+        if self.aux is not None:
+            out_aux = await _load_batch(call, self.aux, self.sizes)
+        operands = Operands(
+            await _matrices(call, self.a),
+            await _matrices(call, self.b),
+            d,
+            None if self.c is None else await _load_c(call, self.c, d, self.sizes),
+            self.alpha,
+            self.beta,
+            vector,
+            out_aux,
+        )
+        await call.run(operands, self.epilog, self.options)
+
+
+def matmul(inputs: Inputs, header: Matmul) -> Step:
     """``D = epilog(alpha · A·B + beta · C)``"""
     epilog = _epilog(header.epilog)
-    row = TABLE[epilog]
-    a, b = call.inputs.take("a", header.a), call.inputs.take("b", header.b)
-    c = None if header.c is None else call.inputs.take("c", header.c)
+    a, b = inputs.take("a", header.a), inputs.take("b", header.b)
+    c = None if header.c is None else inputs.take("c", header.c)
     sizes = _sizes(a, b)
     options, dtype = planner_options(header.options, a.dtype)
-    bias = _bias(call, header, epilog, sizes, dtype)
-    aux = _aux(call, header, epilog, sizes, dtype)
-    call.inputs.finish()
+    bias = _bias(inputs, header, epilog, sizes, dtype)
+    aux = _aux(inputs, header, epilog, sizes, dtype)
     beta = scaling(c, header.beta)
     if c is not None:
         _check_c(c, sizes, dtype)
-    places = _places(call, header, epilog, sizes, dtype)
-
-    async with call.writing([place.target for place in places.values()]):
-        d = _empty_matrices(call, sizes, sizes.m, dtype, column_major=row.column_major)
-        vector, out_aux = _epilog_outputs(call, epilog, sizes, dtype)
-        if d.size:
-            await call.run(
-                Operands(
-                    await _matrices(call, a),
-                    await _matrices(call, b),
-                    d,
-                    None if c is None else await _load_c(call, c, d, sizes),
-                    header.alpha,
-                    beta,
-                    vector if bias is None else await _load_bias(call, bias, sizes),
-                    out_aux if aux is None else await _load_batch(call, aux, sizes),
-                ),
-                epilog,
-                options,
-            )
-        results: Results = {"d": places["d"].result(_unflatten(d, sizes))}
-        for name in output_names(epilog):
-            if name == row.aux_out:
-                value, place = _unflatten(out_aux, sizes), places[name].placement
-                results[name] = Result(value, place, row.aux_out, sizes.m)
-            else:
-                results[name] = places[name].result(_unflatten(vector, sizes))
-        return await call.deliver(results)
+    places = _places(inputs, header, epilog, sizes, dtype)
+    product = _Product(
+        a, b, c, header.alpha, beta, epilog, bias, aux, options, dtype, sizes, places
+    )
+    return Step(inputs.finish(), product.run)
 
 
 def _epilog(name: str | None) -> Epilog:
@@ -107,7 +134,7 @@ def _sizes(a: Operand, b: Operand) -> _Sizes:
 
 
 def _bias(
-    call: Call, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
+    inputs: Inputs, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
 ) -> Operand | None:
     """The bias, which the epilog either needs or does not take."""
     if (header.bias is not None) != TABLE[epilog].bias:
@@ -115,7 +142,7 @@ def _bias(
         raise Malformed(f"bias: expected {wanted} with epilog {epilog}", operand="bias")
     if header.bias is None:
         return None
-    bias = call.inputs.take("bias", header.bias)
+    bias = inputs.take("bias", header.bias)
     allowed = {(sizes.m,), (sizes.m, 1), (*sizes.lead, sizes.m, 1)}
     if bias.shape not in allowed:
         raise bias.reject(
@@ -126,7 +153,7 @@ def _bias(
 
 
 def _aux(
-    call: Call, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
+    inputs: Inputs, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
 ) -> Operand | None:
     """The auxiliary input, which the epilog either needs or does not take."""
     found: Operand | None = None
@@ -138,7 +165,7 @@ def _aux(
             raise Malformed(f"{kind}: expected {wanted} with epilog {epilog}", operand=kind)
         if tensor is None:
             continue
-        found = call.inputs.take(kind, tensor, AUX_DTYPES[kind])
+        found = inputs.take(kind, tensor, AUX_DTYPES[kind])
         if found.kind not in (kind, "tensor"):
             raise found.reject(f"expected kind {kind}, got {found.kind}")
         check_aux(found, kind, (*sizes.lead, sizes.m, sizes.n), dtype)
@@ -157,28 +184,29 @@ def _check_c(c: Operand, sizes: _Sizes, dtype: np.dtype[Any]) -> None:
 
 
 def _places(
-    call: Call, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
-) -> dict[str, Place]:
-    row, outputs = TABLE[epilog], header.outputs
+    inputs: Inputs, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
+) -> dict[str, Placement]:
+    """Where D and the epilog's outputs go; an aux stays in the service unless it is said."""
+    row, given = TABLE[epilog], header.outputs
     names = ("d", *output_names(epilog))
-    if unknown := sorted(set(outputs) - set(names)):
+    if unknown := sorted(set(given) - set(names)):
         raise InvalidOperands(
             f"outputs.{unknown[0][:40]}: expected one of {', '.join(names)} with epilog {epilog}",
             operand="outputs",
         )
-    places: dict[str, Place] = {}
+    places: dict[str, Placement] = {}
     for name in names:
-        default: Placement = "tensor" if name == row.aux_out else "payload"
-        placement = outputs.get(name, default)
+        path = f"outputs.{name}"
         if name == row.aux_out:
+            placement = given.get(name, "tensor")
             if isinstance(placement, Into):
                 raise InvalidOperands(
-                    f"outputs.{name}: expected payload or tensor, got a handle", operand=name
+                    f"{path}: expected payload or tensor, got a handle", operand=path
                 )
-            places[name] = Place(placement, None)
+            places[name] = placement
             continue
         shape = (*sizes.lead, sizes.m, sizes.n) if name == "d" else _vector_shape(epilog, sizes)
-        places[name] = output(call, name, placement, shape, dtype)
+        places[name] = output(inputs, path, given.get(name), shape, dtype)
     return places
 
 
@@ -214,12 +242,12 @@ def _empty_matrices(
 
 async def _matrices(call: Call, operand: Operand) -> Array:
     """An operand as a matrix, or a batch with one batch dimension."""
-    array = await operand.load(call.engine)
+    array = await call.load(operand)
     return array if array.ndim == 2 else array.reshape(-1, *array.shape[-2:])
 
 
 async def _load_bias(call: Call, bias: Operand, sizes: _Sizes) -> Array:
-    array = await bias.load(call.engine)
+    array = await call.load(bias)
     return array.reshape(sizes.m) if array.ndim <= 2 else array.reshape(-1, sizes.m, 1)
 
 
@@ -230,7 +258,7 @@ async def _load_batch(call: Call, aux: Operand, sizes: _Sizes) -> Array:
 
 async def _load_c(call: Call, c: Operand, d: Array, sizes: _Sizes) -> Array:
     """C in the layout of D; copied if it is not."""
-    array = await c.load(call.engine)
+    array = await call.load(c)
     full = array if array.shape == (*sizes.lead, sizes.m, sizes.n) else None
     if full is not None:
         full = _flatten(full, sizes)
@@ -238,12 +266,8 @@ async def _load_c(call: Call, c: Operand, d: Array, sizes: _Sizes) -> Array:
             return full
     like = swap(call.empty(swap(d).shape, d.dtype)) if not d.flags.c_contiguous else None
     copy = call.empty(d.shape, d.dtype) if like is None else like
-    await call.engine.call(3 * d.nbytes, _assign, _unflatten(copy, sizes), array)
+    await call.engine.call(3 * d.nbytes, assign, _unflatten(copy, sizes), array)
     return copy
-
-
-def _assign(target: Array, source: Array) -> None:
-    target[...] = source
 
 
 def _flatten(array: Array, sizes: _Sizes) -> Array:

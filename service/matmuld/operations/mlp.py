@@ -9,14 +9,14 @@ import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
-from ..calls import Call, Reply, Results, TapeResult
+from ..calls import Call, Reply, Result, Results, Step, TapeResult
 from ..engine.epilogs import Activation
 from ..engine.protocol import Array
 from ..engine.signature import Options
-from ..operands import Operand
-from ..schemas import Layer, MlpBackward, MlpForward
-from .checks import AUX_OF, LinearShape, activation_of, empty_aux, linear_shape
-from .linear import Place, output, parameter_gradients
+from ..operands import Inputs, Operand
+from ..schemas import Layer, MlpBackward, MlpForward, Placement
+from .checks import AUX_OF, LinearShape, activation_of, empty_aux, linear_shape, output
+from .linear import parameter_gradients
 from .options import planner_options
 
 
@@ -57,11 +57,38 @@ class _Layer:
     shape: LinearShape
 
 
-async def forward(call: Call, header: MlpForward) -> Reply:
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A checked forward pass."""
+
+    x: Operand
+    layers: list[_Layer]
+    save_tape: bool
+    options: Options
+    place: Placement
+
+    async def run(self, call: Call) -> Reply:
+        lead, first, last = self.x.shape[:-1], self.layers[0].shape, self.layers[-1].shape
+        async with call.writing((self.place,)):
+            current = (await call.load(self.x)).reshape(first.batch, first.inputs)
+            recorded: list[TapeLayer] = []
+            for layer in self.layers:
+                current, kept = await _layer_forward(
+                    call, layer, current, self.options, keep=self.save_tape
+                )
+                recorded.append(kept)
+            tape = None
+            if self.save_tape:
+                value = Tape(recorded, lead, self.options)
+                tape = TapeResult(value, _tape_bytes(recorded, self.layers))
+            y = Result(current.reshape(*lead, last.outputs), self.place)
+            return await call.deliver({"y": y}, tape)
+
+
+def forward(inputs: Inputs, header: MlpForward) -> Step:
     """Every layer in turn; the tape keeps what the backward pass needs."""
-    x = call.inputs.take("x", header.x)
-    layers = _layers(call, x, header.layers)
-    call.inputs.finish()
+    x = inputs.take("x", header.x)
+    layers = _layers(inputs, x, header.layers)
     if header.options.result_type not in (None, x.dtype.name):
         raise InvalidOperands(
             f"options.result_type: expected that of x ({x.dtype.name}) in a stack, "
@@ -69,33 +96,21 @@ async def forward(call: Call, header: MlpForward) -> Reply:
             operand="options.result_type",
         )
     options, dtype = planner_options(header.options, x.dtype)
-    lead = x.shape[:-1]
-    y_shape = (*lead, layers[-1].shape.outputs)
-    place = output(call, "y", header.outputs.get("y"), y_shape, dtype)
-    async with call.writing([place.target]):
-        current = await x.load(call.engine)
-        current = current.reshape(layers[0].shape.batch, layers[0].shape.inputs)
-        recorded: list[TapeLayer] = []
-        for layer in layers:
-            step = await _layer_forward(call, layer, current, options, keep=header.save_tape)
-            recorded.append(step[1])
-            current = step[0]
-        tape = None
-        if header.save_tape:
-            tape = TapeResult(Tape(recorded, lead, options), _tape_bytes(recorded, layers))
-        return await call.deliver({"y": place.result(current.reshape(y_shape))}, tape)
+    y_shape = (*x.shape[:-1], layers[-1].shape.outputs)
+    place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
+    return Step(inputs.finish(), _Forward(x, layers, header.save_tape, options, place).run)
 
 
-def _layers(call: Call, x: Operand, headers: list[Layer]) -> list[_Layer]:
+def _layers(inputs: Inputs, x: Operand, headers: list[Layer]) -> list[_Layer]:
     """The layers, each fed by the one before."""
     layers: list[_Layer] = []
     fed = x
     for index, header in enumerate(headers):
         name = f"layers[{index}]"
-        weight = call.inputs.take(f"{name}.weight", header.weight)
+        weight = inputs.take(f"{name}.weight", header.weight)
         bias = None
         if header.bias is not None:
-            bias = call.inputs.take(f"{name}.bias", header.bias)
+            bias = inputs.take(f"{name}.bias", header.bias)
         activation = activation_of(header.activation, f"{name}.activation")
         if index and (len(weight.shape) != 2 or weight.shape[1] != fed.shape[-1]):
             raise weight.reject(
@@ -115,7 +130,7 @@ async def _layer_forward(
     y = call.empty((shape.batch, shape.outputs), x.dtype)
     kind = AUX_OF.get(layer.activation) if keep else None
     aux = None if kind is None else empty_aux(call, kind, shape.outputs, shape.batch, x.dtype)
-    weight = await layer.weight.load(call.engine)
+    weight = await call.load(layer.weight)
     if shape.batch:
         await strategies.forward(
             call,
@@ -123,7 +138,7 @@ async def _layer_forward(
             weight,
             y,
             options,
-            bias=None if layer.bias is None else await layer.bias.load(call.engine),
+            bias=None if layer.bias is None else await call.load(layer.bias),
             activation=layer.activation,
             aux=aux,
         )
@@ -135,89 +150,128 @@ def _tape_bytes(recorded: list[TapeLayer], layers: list[_Layer]) -> int:
     total = 0
     for kept, layer in zip(recorded, layers, strict=True):
         total += kept.x.nbytes + (0 if kept.aux is None else kept.aux.nbytes)
-        if layer.weight.resident is None:
+        if layer.weight.handle is None:
             total += kept.weight.nbytes
     return total
 
 
-async def backward(call: Call, header: MlpBackward) -> Reply:
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """A checked backward pass. `masked`: the gradient is by the last layer's pre-activation."""
+
+    tape: Tape
+    gradient: Operand
+    masked: bool
+    places: list[dict[str, Placement]]
+    dx_place: Placement | None
+
+    async def run(self, call: Call) -> Reply:
+        """From the last layer to the first, each layer's dz out of the product that makes the dx
+        above it.
+        """
+        tape = self.tape
+        placements = [place for layer in self.places for place in layer.values()]
+        if self.dx_place is not None:
+            placements.append(self.dx_place)
+        async with call.writing(placements):
+            dz = await self._last_gradient(call)
+            parts: list[Results] = []
+            for index in range(len(tape.layers) - 1, -1, -1):
+                parts.append(await self._layer_gradients(call, index, dz))
+                if index or self.dx_place is not None:
+                    dz = await self._below(call, index, dz)
+            results: Results = {}
+            if self.dx_place is not None:
+                results["dx"] = Result(dz.reshape(*tape.lead, dz.shape[-1]), self.dx_place)
+            results["layers"] = parts[::-1]
+            return await call.deliver(results)
+
+    async def _last_gradient(self, call: Call) -> Array:
+        """dz of the last layer."""
+        dz = (await call.load(self.gradient)).reshape(self.tape.shape)
+        last = self.tape.layers[-1]
+        if self.masked or last.aux is None or not dz.shape[0]:
+            return dz
+        kind = AUX_OF[last.activation]
+        return await strategies.pre_activation_gradient(call, dz, last.aux, kind)
+
+    async def _layer_gradients(self, call: Call, index: int, dz: Array) -> Results:
+        place = self.places[index]
+        return await parameter_gradients(
+            call,
+            dz,
+            self.tape.layers[index].x,
+            self.tape.options,
+            dweight=place.get("dweight"),
+            dbias=place.get("dbias"),
+            dtype=self.gradient.dtype,
+        )
+
+    async def _below(self, call: Call, index: int, dz: Array) -> Array:
+        """The gradient by a layer's input; masked by the aux of the layer below, so that it is that
+        layer's dz.
+        """
+        weight = self.tape.layers[index].weight
+        below = self.tape.layers[index - 1] if index else None
+        dx = call.empty((dz.shape[0], weight.shape[1]), self.gradient.dtype)
+        if dz.shape[0]:
+            aux = None if below is None else below.aux
+            kind = "relu_aux" if below is None else AUX_OF.get(below.activation, "relu_aux")
+            await strategies.input_gradient(
+                call, dz, weight, dx, self.tape.options, aux=aux, kind=kind
+            )
+        return dx
+
+
+def backward(inputs: Inputs, header: MlpBackward) -> Step:
     """The gradients of every layer; the tape is consumed unless it is to be kept."""
-    held = call.store.get(call.tenant, header.tape, "tape")
+    held = inputs.store.get(inputs.tenant, header.tape, "tape")
     if not isinstance(held.value, Tape):
         raise Conflict(f"tape: expected a tape, {held.handle} is a {held.kind}", operand="tape")
-    reply = await gradients(call, held.value, header)
-    if not header.keep_tape:
-        call.store.free(held)
-    return reply
+    step = gradients(inputs, held.value, header)
+
+    async def run(call: Call) -> Reply:
+        reply = await step.run(call)
+        if not header.keep_tape:
+            call.store.free(held)
+        return reply
+
+    return Step(step.sources, run, repeatable=False)
 
 
-async def gradients(call: Call, tape: Tape, header: MlpBackward) -> Reply:
-    """From the last layer to the first, each layer's dz out of the product that makes the dx above
-    it.
-    """
-    gradient = _gradient(call, header, tape)
-    call.inputs.finish()
+def gradients(inputs: Inputs, tape: Tape, header: MlpBackward) -> Step:
+    """The backward pass of a tape, which is left as it is."""
+    gradient = _gradient(inputs, header, tape)
     wants, dtype = frozenset[str](header.wants), gradient.dtype
     if not wants:
         raise Malformed("wants: expected at least one of dx, dweight, dbias", operand="wants")
-    places = _places(call, header, tape, wants, dtype)
-    dx_place, dx_shape = None, (*tape.lead, tape.layers[0].weight.shape[1])
+    places = _places(inputs, header, tape, wants, dtype)
+    dx_place = None
     if "dx" in wants:
-        dx_place = output(call, "dx", header.outputs.get("dx"), dx_shape, dtype)
+        dx_shape = (*tape.lead, tape.layers[0].weight.shape[1])
+        dx_place = output(inputs, "outputs.dx", header.outputs.get("dx"), dx_shape, dtype)
     elif header.outputs:
         raise InvalidOperands("outputs.dx: expected with dx in wants", operand="outputs.dx")
-    targets = [place.target for layer in places for place in layer.values()]
-    async with call.writing([*targets, None if dx_place is None else dx_place.target]):
-        dz = await _last_gradient(call, gradient, tape, masked=header.dz is not None)
-        parts: list[Results] = []
-        for index in range(len(tape.layers) - 1, -1, -1):
-            layer, place = tape.layers[index], places[index]
-            parts.append(
-                await parameter_gradients(
-                    call,
-                    dz,
-                    layer.x,
-                    tape.options,
-                    dweight=place.get("dweight"),
-                    dbias=place.get("dbias"),
-                    dtype=dtype,
-                )
-            )
-            if index or dx_place is not None:
-                below = tape.layers[index - 1] if index else None
-                dz = await _layer_backward(call, layer, below, dz, tape.options)
-        results: Results = {}
-        if dx_place is not None:
-            results["dx"] = dx_place.result(dz.reshape(dx_shape))
-        results["layers"] = parts[::-1]
-        return await call.deliver(results)
+    step = _Backward(tape, gradient, header.dz is not None, places, dx_place)
+    return Step(inputs.finish(), step.run, repeatable=False)
 
 
-async def _last_gradient(call: Call, gradient: Operand, tape: Tape, *, masked: bool) -> Array:
-    """dz of the last layer, from its dz (`masked`) or dy."""
-    dz = (await gradient.load(call.engine)).reshape(tape.shape)
-    last = tape.layers[-1]
-    if masked or last.aux is None or not dz.shape[0]:
-        return dz
-    return await strategies.pre_activation_gradient(call, dz, last.aux, AUX_OF[last.activation])
-
-
-def _gradient(call: Call, header: MlpBackward, tape: Tape) -> Operand:
+def _gradient(inputs: Inputs, header: MlpBackward, tape: Tape) -> Operand:
     if (header.dy is None) == (header.dz is None):
         raise Malformed("dy: expected either dy or dz", operand="dy")
     if header.dy is not None:
-        gradient = call.inputs.take("dy", header.dy)
+        gradient = inputs.take("dy", header.dy)
     else:
         assert header.dz is not None
-        gradient = call.inputs.take("dz", header.dz)
+        gradient = inputs.take("dz", header.dz)
     gradient.expect((*tape.lead, tape.shape[1]), "that of the forward pass's y")
     gradient.expect_dtype(np.dtype(tape.layers[0].x.dtype), "that of the forward pass")
     return gradient
 
 
 def _places(
-    call: Call, header: MlpBackward, tape: Tape, wants: frozenset[str], dtype: np.dtype[Any]
-) -> list[dict[str, Place]]:
+    inputs: Inputs, header: MlpBackward, tape: Tape, wants: frozenset[str], dtype: np.dtype[Any]
+) -> list[dict[str, Placement]]:
     """Where every layer's gradients go."""
     given = header.layers
     if given is not None and len(given) != len(tape.layers):
@@ -226,7 +280,7 @@ def _places(
             f"got {len(given)}",
             operand="layers",
         )
-    places: list[dict[str, Place]] = []
+    places: list[dict[str, Placement]] = []
     for index, layer in enumerate(tape.layers):
         shapes: dict[str, tuple[int, ...]] = {}
         if "dweight" in wants:
@@ -243,7 +297,7 @@ def _places(
         places.append(
             {
                 name: output(
-                    call,
+                    inputs,
                     f"layers[{index}].{name}",
                     wanted.get(name),  # type: ignore[call-overload]
                     shape,
@@ -254,17 +308,3 @@ def _places(
             }
         )
     return places
-
-
-async def _layer_backward(
-    call: Call, layer: TapeLayer, below: TapeLayer | None, dz: Array, options: Options
-) -> Array:
-    """The gradient by a layer's input; masked by the aux of the layer below, so that it is that
-    layer's dz.
-    """
-    dx = call.empty((dz.shape[0], layer.weight.shape[1]), dz.dtype)
-    if dz.shape[0]:
-        aux = None if below is None else below.aux
-        kind = "relu_aux" if below is None else AUX_OF.get(below.activation, "relu_aux")
-        await strategies.input_gradient(call, dz, layer.weight, dx, options, aux=aux, kind=kind)
-    return dx

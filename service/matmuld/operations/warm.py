@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..calls import Call, Reply, Results, Runtime, TapeResult
+from ..operands import Inputs
 from ..schemas import Header, MlpBackward, Tensor
 from . import OPERATIONS, mlp
 
@@ -11,7 +12,7 @@ class Rehearsal(Call):
     """A call whose tensors are described only and whose results go nowhere."""
 
     def __init__(self, runtime: Runtime, tenant: str) -> None:
-        super().__init__(runtime, tenant, sourceless=True)
+        super().__init__(runtime, tenant)
         self.tape: mlp.Tape | None = None
 
     async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
@@ -26,10 +27,12 @@ async def rehearse(runtime: Runtime, tenant: str, operation: str, header: Header
     Raises:
         RequestError: whatever the request itself would raise.
     """
+    inputs = Inputs(runtime.store, tenant, sourceless=True)
     rehearsal = Rehearsal(runtime, tenant)
-    await OPERATIONS[operation][1](rehearsal, header)
+    await rehearsal.perform(OPERATIONS[operation][1](inputs, header))
     if (tape := rehearsal.tape) is None:
         return
     dy = Tensor(dtype=tape.layers[0].x.dtype.name, shape=[*tape.lead, tape.shape[1]])
     backward = MlpBackward(tape="", dy=dy, wants=["dx", "dweight", "dbias"])
-    await mlp.gradients(Rehearsal(runtime, tenant), tape, backward)
+    inputs = Inputs(runtime.store, tenant, sourceless=True)
+    await Rehearsal(runtime, tenant).perform(mlp.gradients(inputs, tape, backward))

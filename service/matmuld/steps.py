@@ -1,0 +1,54 @@
+"""Steps by the bytes of their headers: most requests repeat one word for word."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from matmuld_client.wire import unpack_payloads
+
+from .calls import Step
+
+Key = tuple[str, str, bytes]
+
+
+class Steps:
+    """Headers that were checked before, with what came of it; the least recently used go first.
+
+    No MessagePack object is the beginning of another, so a body that begins with the bytes of a
+    known header has that header. Where it ends is guessed from the length of the body.
+    """
+
+    LIMIT = 1 << 10
+    LONGEST = 1 << 12
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Key, Step] = OrderedDict()
+        self._ends: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(
+        self, operation: str, tenant: str, body: memoryview
+    ) -> tuple[Step, list[memoryview]] | None:
+        """The step and the payloads of a body whose header is known. Raises WireError."""
+        end = self._ends.get(len(body))
+        if end is None:
+            return None
+        key = operation, tenant, bytes(body[:end])
+        step = self._known.get(key)
+        if step is None:
+            return None
+        self._known.move_to_end(key)
+        return step, unpack_payloads(body, end)
+
+    def keep(self, operation: str, tenant: str, body: memoryview, end: int, step: Step) -> None:
+        """Remember the step of a header that ends at `end`, if it may be run again."""
+        if not step.repeatable or end > self.LONGEST:
+            return
+        if len(self._ends) >= self.LIMIT:
+            self._ends.clear()
+        self._ends[len(body)] = end
+        self._known[operation, tenant, bytes(body[:end])] = step
+        if len(self._known) > self.LIMIT:
+            self._known.popitem(last=False)
