@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from matmuld.engine import open_engine
 from matmuld.engine.cpu import CpuEngine
+from matmuld.engine.epilogs import Epilog
+from matmuld.engine.protocol import Operands
 from matmuld_client.errors import OutOfMemory
+from threadpoolctl import threadpool_info
 
 from ..reference import DTYPES
 from .conftest import Bench
@@ -81,3 +84,21 @@ def test_the_cpu_engine_keeps_its_limit() -> None:
 def test_a_missing_device_is_named() -> None:
     with pytest.raises(RuntimeError, match="cuda:64"):
         open_engine("cuda:64")
+
+
+def blas_threads() -> set[int]:
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_the_cpu_engine_has_one_blas_thread_for_short_products_and_leaves_it_as_it_was() -> None:
+    before = blas_threads()
+    engine = CpuEngine()
+    bench = Bench(engine)
+    assert blas_threads() == {1}
+    a, b = (np.ones((900, 900), np.float32) for _ in range(2))
+    d = bench.empty((900, 900), np.float32)
+    bench.run(Operands(bench.up(a), bench.up(b), d), Epilog.NONE)
+    np.testing.assert_array_equal(bench.down(d), np.full((900, 900), 900))
+    assert blas_threads() == {1}
+    engine.close()
+    assert blas_threads() == before

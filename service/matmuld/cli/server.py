@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -30,8 +29,6 @@ DRAIN_SECONDS = 10
 _START_SECONDS = 120
 """Loading CUDA's libraries from a cold disk takes its time."""
 _REQUEST_SECONDS = 120.0
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""OpenBLAS's threads wait for one another, which takes 50 ms if a busy client has their core."""
 
 
 def run(settings: Settings) -> None:
@@ -101,7 +98,7 @@ def child(device: str, *flags: str) -> Iterator[Client]:
         serve = ["serve", "--device", device, "--listen", address, "--log-level", "warning"]
         command = [sys.executable, "-m", "matmuld", *serve, *flags]
         signal.signal(signal.SIGTERM, _exit)  # or the child would outlive this process
-        process = subprocess.Popen(command, env=_ONE_THREAD | os.environ)
+        process = subprocess.Popen(command)
         try:
             with Client(address, timeout=_REQUEST_SECONDS) as client:
                 _await_ready(client, process)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from matmuld_client.errors import OutOfMemory
+from threadpoolctl import ThreadpoolController
 
 from . import elementwise
 from .epilogs import TABLE
@@ -86,6 +87,42 @@ class _Block(weakref.ref["np.ndarray[Any, Any]"]):
     nbytes: int
 
 
+class _BlasThreads:
+    """How many threads BLAS may use: one for short products, whose threads would wait for a core
+    that others have for far longer than the product takes; for long ones what it found, shared.
+    """
+
+    def __init__(self) -> None:
+        self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+        self._most = max((library.num_threads for library in self._libraries), default=1)
+        self._lock = threading.Lock()
+        self._running = 0
+        self._set(1)
+
+    def run(self, product: Callable[[Operands], None], operands: Operands) -> None:
+        """Run a long product, on a thread of its own."""
+        with self._lock:
+            self._running += 1
+            self._allow()
+        try:
+            product(operands)
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._allow()
+
+    def close(self) -> None:
+        """As it was before."""
+        self._set(self._most)
+
+    def _allow(self) -> None:
+        self._set(max(self._most // self._running, 1) if self._running else 1)
+
+    def _set(self, threads: int) -> None:
+        for library in self._libraries:
+            library.set_num_threads(threads)
+
+
 class CpuEngine:
     """Arrays in host memory, at most `limit` bytes of them."""
 
@@ -99,6 +136,7 @@ class CpuEngine:
         self._blocks: dict[int, _Block] = {}
         self._ledger = threading.RLock()
         self.signature = Signer(_alignment).sign
+        self._blas = _BlasThreads()
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matmuld-cpu")
 
     def describe(self) -> dict[str, Any]:
@@ -147,7 +185,7 @@ class CpuEngine:
         if isinstance(plan, CpuPlan) and plan.is_short:
             plan.run(operands)
         else:
-            await self._in_thread(plan.run, operands)
+            await self._in_thread(self._blas.run, plan.run, operands)
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         if nbytes <= INLINE_BYTES:
@@ -186,6 +224,7 @@ class CpuEngine:
 
     def close(self) -> None:
         self._threads.shutdown()
+        self._blas.close()
 
 
 def _alignment(array: Array) -> int:
