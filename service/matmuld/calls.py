@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from matmuld_client.wire import DTYPE_NAMES, is_row_major
 
+from .engine.elementwise import assign, swap
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Operands
-from .engine.signature import Options
+from .engine.signature import Options, Signature
 from .memory.tensors import Kind, Resident, TensorStore
 from .operands import Operand, Sources
 from .pool import PlanPool
@@ -77,6 +78,8 @@ class Step:
     sources: Sources
     run: Callable[[Call], Awaitable[Reply]]
     repeatable: bool = True
+    signatures: list[Signature] = field(default_factory=list)
+    """Of its products, in the order in which they always come."""
 
 
 class Writing:
@@ -121,6 +124,8 @@ class Call:
         self._pool = runtime.pool
         self._payloads = payloads
         self._held: list[Array | None] = []
+        self._signatures: list[Signature] = []
+        self._products = 0
 
     async def perform(self, step: Step) -> Reply:
         """Run `step` on this call's payloads.
@@ -130,6 +135,7 @@ class Call:
             Gone: a tensor is no longer held.
         """
         self.bind(step.sources)
+        self._signatures = step.signatures
         return await step.run(self)
 
     def bind(self, sources: Sources) -> None:
@@ -159,13 +165,20 @@ class Call:
         OutOfMemory.
         """
         began = perf_counter()
-        signature = self.engine.signature(operands, epilog, options)
+        signature = self._signature(operands, epilog, options)
         async with self._pool.lease(signature, operands, self.tenant) as plan:
             planned = perf_counter()
             await self.engine.run(plan, operands)
         done = perf_counter()
         self.timing.plan += planned - began
         self.timing.compute += done - planned
+
+    def _signature(self, operands: Operands, epilog: Epilog, options: Options) -> Signature:
+        """The key of the step's next product: how its operands lie is the same each time."""
+        if self._products == len(self._signatures):
+            self._signatures.append(self.engine.signature(operands, epilog, options))
+        self._products += 1
+        return self._signatures[self._products - 1]
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         return self.engine.empty(shape, dtype)
@@ -192,12 +205,22 @@ class Call:
         payloads, copying = await self.engine.download([leaf.value for leaf in fetched])
         self.timing.copy += copying
         self.timing.compute += perf_counter() - began - copying
-        self._check_places(leaves, tape)
+        if len(fetched) < len(leaves):
+            await self._lay_out(leaves)
+        if tape is not None or len(fetched) < len(leaves):
+            self._check_places(leaves, tape)
         header = self._header(results, iter(range(len(fetched))))
         if tape is not None:
             held = self.store.add(self.tenant, tape.value, kind="tape", nbytes=tape.nbytes)
             header["tape"] = {"tensor": held.handle, "kind": "tape"}
         return header, payloads
+
+    async def _lay_out(self, leaves: Sequence[Result]) -> None:
+        """Give results the layout of the tensors that they go into, whose views stay right."""
+        for leaf in leaves:
+            if isinstance(leaf.placement, Into):
+                held = self.target(leaf.placement).value
+                leaf.value = await laid_out_as(self.engine, held, leaf.value)
 
     def _check_places(self, leaves: Sequence[Result], tape: TapeResult | None) -> None:
         """Raise unless every result can be placed; nothing runs between this and the placing."""
@@ -247,6 +270,17 @@ def _leaves(results: Results) -> Iterator[Result]:
                 yield from _leaves(part)
         else:
             yield result
+
+
+async def laid_out_as(engine: Engine, like: Array, array: Array) -> Array:
+    """`array` with the layout of `like`, which is row- or column-major."""
+    if array.flags.c_contiguous == like.flags.c_contiguous:
+        return array
+    copy = engine.empty(array.shape, array.dtype)
+    if not like.flags.c_contiguous:
+        copy = swap(engine.empty(swap(array).shape, array.dtype))
+    await engine.call(2 * array.nbytes, assign, copy, array)
+    return copy
 
 
 def describe(array: Array) -> dict[str, Any]:

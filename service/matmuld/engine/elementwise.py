@@ -43,6 +43,11 @@ def swap(array: Array) -> Array:
     return array.swapaxes(-1, -2)
 
 
+def assign(target: Array, source: Array) -> None:
+    """Copy elements, broadcasting."""
+    target[...] = source
+
+
 def write_mask(xp: Any, passes: Array, aux: Array) -> None:
     """Pack ``passes (…, M, N)`` into a relu_aux ``(…, R, N)``: least significant bit first, along
     M.

@@ -11,12 +11,11 @@ import numpy as np
 from matmuld_client.errors import Conflict, Malformed, TooLarge
 from matmuld_client.wire import DTYPES, OCTETS, PAYLOAD_LIMIT
 
-from ..calls import Call, describe
-from ..engine.elementwise import read_mask, swap
+from ..calls import Call, describe, laid_out_as
+from ..engine.elementwise import assign, read_mask, swap
 from ..engine.protocol import Array
 from ..memory.tensors import Kind, Resident
 from ..operands import FLOATS, Inputs, Operand, described
-from ..operations.checks import assign
 from ..operations.mlp import Tape
 from ..schemas import CreateTensor, ReplaceTensor, Tensor, TensorLife
 from ..service import Service
@@ -202,6 +201,7 @@ async def replace(service: Service, exchange: Exchange) -> None:
         if came != expected:
             raise operand.reject(f"expected {expected}, got {came}")
         array = await _dense(call, operand)
+    array = await laid_out_as(engine, held, array)
     await engine.synchronize()
     async with resident.lock:
         service.runtime.store.get(exchange.tenant, resident.handle)

@@ -11,7 +11,7 @@ from matmuld_client.errors import Conflict, InvalidOperands
 from matmuld_client.wire import PAYLOAD_LIMIT
 
 from ..calls import Call
-from ..engine.elementwise import aux_shape, swap
+from ..engine.elementwise import assign, aux_shape, swap
 from ..engine.epilogs import Activation, AuxKind
 from ..engine.protocol import Array
 from ..memory.tensors import Kind
@@ -125,11 +125,6 @@ def scaling(c: Operand | None, beta: float | None) -> float:
             operand="beta",
         )
     return 0.0 if beta is None else beta
-
-
-def assign(target: Array, source: Array) -> None:
-    """Copy elements, broadcasting."""
-    target[...] = source
 
 
 def output(

@@ -10,13 +10,13 @@ import numpy as np
 from matmuld_client.errors import InvalidOperands, Malformed
 
 from ..calls import Call, Reply, Result, Results, Step
-from ..engine.elementwise import aux_shape, swap
+from ..engine.elementwise import assign, aux_shape, swap
 from ..engine.epilogs import TABLE, AuxKind, Epilog, output_names
 from ..engine.protocol import Array, Operands
 from ..engine.signature import Options
 from ..operands import AUX_DTYPES, Inputs, Operand
 from ..schemas import Into, Matmul, Placement
-from .checks import assign, check_aux, load_aux, output, scaling
+from .checks import check_aux, load_aux, output, scaling
 from .options import planner_options
 
 
