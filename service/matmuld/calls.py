@@ -56,14 +56,15 @@ class Result:
     kind: Kind = "tensor"
     rows: int | None = None
     weight: str | None = None
+    target: Resident | None = None
 
 
 @dataclass(slots=True)
 class TapeResult:
-    """A tape to hold."""
+    """A tape to hold, and the arrays that it is made of."""
 
     value: Any
-    nbytes: int
+    arrays: Sequence[Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,10 @@ class Call:
             return operand.view(self.engine, held)
         data = operand.data if operand.payload is None else self._payloads[operand.payload]
         if data is None:
-            flat = self.engine.empty((operand.extent,), operand.dtype)
-        else:
-            flat = await self.engine.upload(np.frombuffer(data, operand.dtype))
+            return operand.arrange(self.engine, self.engine.empty((operand.extent,), operand.dtype))
+        began = perf_counter()
+        flat = await self.engine.upload(np.frombuffer(data, operand.dtype))
+        self.timing.copy += perf_counter() - began
         return operand.arrange(self.engine, flat)
 
     async def run(self, operands: Operands, epilog: Epilog, options: Options) -> None:
@@ -183,19 +185,25 @@ class Call:
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         return self.engine.empty(shape, dtype)
 
-    def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    async def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         array = self.engine.empty(shape, dtype)
-        array.fill(0)
+        await self.compute(array.nbytes, array.fill, 0)
         return array
+
+    async def compute(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
+        """Run an elementwise step over `nbytes` bytes."""
+        began = perf_counter()
+        await self.engine.call(nbytes, function, *args)
+        self.timing.compute += perf_counter() - began
 
     def target(self, into: Into) -> Resident:
         """The tensor that an output goes into. Raises Gone if it is no longer held."""
-        return self.store.get(self.tenant, into.tensor)
+        return self.store.get(self.tenant, into.tensor, "outputs")
 
     def writing(self, placements: Iterable[Placement]) -> Writing:
         """Keep other writers from the tensors that outputs go into, for an ``async with``."""
-        handles = sorted(place.tensor for place in placements if isinstance(place, Into))
-        return Writing([self.store.get(self.tenant, handle) for handle in handles])
+        targets = [self.target(place) for place in placements if isinstance(place, Into)]
+        return Writing(sorted(targets, key=lambda target: target.handle))
 
     async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
         """Put every result in its place: all of them or, if anything fails, none."""
@@ -211,7 +219,7 @@ class Call:
             self._check_places(leaves, tape)
         header = self._header(results, iter(range(len(fetched))))
         if tape is not None:
-            held = self.store.add(self.tenant, tape.value, kind="tape", nbytes=tape.nbytes)
+            held = self.store.add(self.tenant, tape.value, kind="tape", arrays=tape.arrays)
             header["tape"] = {"tensor": held.handle, "kind": "tape"}
         return header, payloads
 
@@ -224,13 +232,13 @@ class Call:
 
     def _check_places(self, leaves: Sequence[Result], tape: TapeResult | None) -> None:
         """Raise unless every result can be placed; nothing runs between this and the placing."""
-        kept = [leaf for leaf in leaves if leaf.placement == "tensor"]
-        more = sum(leaf.value.nbytes for leaf in kept) + (tape.nbytes if tape else 0)
-        if more:
-            self.store.check(self.tenant, more)
+        arrays = [leaf.value for leaf in leaves if leaf.placement == "tensor"]
+        if tape is not None:
+            arrays += tape.arrays
+        self.store.check(self.tenant, self.store.fresh(self.tenant, arrays))
         for leaf in leaves:
             if isinstance(leaf.placement, Into):
-                self.target(leaf.placement)
+                leaf.target = self.target(leaf.placement)
 
     def _header(self, results: Results, payloads: Iterator[int]) -> dict[str, Any]:
         header: dict[str, Any] = {}
@@ -257,8 +265,8 @@ class Call:
                 weight=result.weight,
             )
         else:
-            assert isinstance(result.placement, Into)
-            resident = self.target(result.placement)
+            assert result.target is not None
+            resident = result.target
             self.store.replace(resident, result.value)
         return {**described, "tensor": resident.handle, "kind": resident.kind}
 

@@ -80,7 +80,10 @@ class Lease:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.give_back(self._entry)
+        if isinstance(error, Exception):
+            self._pool.discard(self._entry)
+        else:
+            self._pool.give_back(self._entry)
 
 
 class PlanPool:
@@ -181,6 +184,12 @@ class PlanPool:
             entry.in_use = False
         if len(self._entries) > self._capacity or self._nbytes > self._byte_limit:
             self._trim()
+
+    def discard(self, entry: Entry) -> None:
+        """The plan of `entry` failed: it is freed, unless others wait for it."""
+        self.give_back(entry)
+        if entry.idle and self._entries.get(entry.signature) is entry:
+            self._close(entry)
 
     def _trim(self) -> None:
         idle = (entry for entry in list(self._entries.values()) if entry.idle)

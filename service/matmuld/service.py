@@ -60,9 +60,13 @@ class Service:
             engine.close()
 
     async def _sweep_for_ever(self) -> None:
+        """Free what has expired; give back to the device what was freed in whatever way."""
+        store, freed = self.runtime.store, 0
         while True:
             await asyncio.sleep(self.settings.janitor_s)
-            if self.runtime.store.sweep():
+            store.sweep()
+            if store.freed != freed:
+                freed = store.freed
                 await self.runtime.engine.trim()
 
     def inputs(self, tenant: str) -> Inputs:

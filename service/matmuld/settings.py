@@ -4,6 +4,7 @@ precedence.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +25,7 @@ _UNIX_PATH_LIMIT = 107
 
 
 def _device(value: str) -> str:
-    if value in ("auto", "cpu") or value.removeprefix("cuda:").isdecimal():
+    if re.fullmatch(r"auto|cpu|cuda:[0-9]+", value):
         return value
     raise ValueError(f"expected auto, cpu or cuda:N, got {value!r}")
 
@@ -88,7 +89,12 @@ class Settings(BaseSettings):
         ge=1,
         description="bytes for arrays on the CPU; None: 80 % of the memory",
     )
-    ttl_s: float = Field(default=3600.0, gt=0, description="seconds that an unused tensor is held")
+    ttl_s: float = Field(
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that an unused tensor is held",
+    )
     janitor_s: float = Field(
         default=1.0, gt=0, description="seconds between looks for expired tensors"
     )

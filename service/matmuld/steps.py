@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from matmuld_client.wire import unpack_payloads
-
 from .calls import Step
 
 Key = tuple[str, str, bytes]
@@ -28,10 +26,8 @@ class Steps:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(
-        self, operation: str, tenant: str, body: memoryview
-    ) -> tuple[Step, list[memoryview]] | None:
-        """The step and the payloads of a body whose header is known. Raises WireError."""
+    def find(self, operation: str, tenant: str, body: memoryview) -> tuple[Step, int] | None:
+        """The step of a body whose header is known, and where the header ends."""
         end = self._ends.get(len(body))
         if end is None:
             return None
@@ -40,7 +36,7 @@ class Steps:
         if step is None:
             return None
         self._known.move_to_end(key)
-        return step, unpack_payloads(body, end)
+        return step, end
 
     def keep(self, operation: str, tenant: str, body: memoryview, end: int, step: Step) -> None:
         """Remember the step of a header that ends at `end`, if it may be run again."""

@@ -47,7 +47,7 @@ async def forward(
 async def pre_activation_gradient(call: Call, dy: Array, aux: Array, kind: AuxKind) -> Array:
     """dz ``[batch, out]`` = dy ⊙ activation'(z), from the layer's aux."""
     dz = call.empty(dy.shape, dy.dtype)
-    await call.engine.call(4 * dy.nbytes, _mask, call.engine.xp, kind, dy, aux, dz)
+    await call.compute(4 * dy.nbytes, _mask, call.engine.xp, kind, dy, aux, dz)
     return dz
 
 
@@ -101,7 +101,7 @@ async def weight_gradient(
 
 async def bias_gradient(call: Call, dz: Array, dbias: Array) -> None:
     """dbias ``[out]`` = Σ dz over the batch."""
-    await call.engine.call(2 * dz.nbytes, _sum, dz, dbias)
+    await call.compute(2 * dz.nbytes, _sum, dz, dbias)
 
 
 def _sum(dz: Array, dbias: Array) -> None:
@@ -112,7 +112,7 @@ def _sum(dz: Array, dbias: Array) -> None:
 async def accumulate(call: Call, gradient: Array, old: Array, alpha: float, beta: float) -> Array:
     """alpha · gradient + beta · old, as a new array."""
     new = call.empty(old.shape, old.dtype)
-    await call.engine.call(4 * old.nbytes, _accumulate, new, gradient, old, alpha, beta)
+    await call.compute(4 * old.nbytes, _accumulate, new, gradient, old, alpha, beta)
     return new
 
 

@@ -130,7 +130,7 @@ INTO: dict[str, Any] = {"tensor": "TARGET"}
             FORWARD,
             SQUARE | {"activation": "relu", "outputs": {"aux": "tensor", "y": INTO}},
             "outputs.aux",
-            "outputs.aux: expected payload or tensor, and save_aux with it",
+            "outputs.aux: expected save_aux with it",
         ),
         (
             MATMUL,

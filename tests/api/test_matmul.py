@@ -172,3 +172,26 @@ def test_d_may_stay_or_take_the_place_of_a_tensor(client: Client) -> None:
         np.testing.assert_allclose(client.matmul(d.T, a), (a @ b + 1).T @ a)
         client.matmul(a, b, out=d)
         np.testing.assert_allclose(d.numpy(), a @ b)
+
+
+@pytest.mark.parametrize("epilog", [None, "BIAS"])
+def test_views_stay_right_whatever_was_put_into_their_tensor(client: Client, epilog: Any) -> None:
+    """D is row-major without an epilog, column-major with a bias; the tensor keeps its layout."""
+    a, b = pair("float64", (), ())
+    bias = np.ones(24)
+    other: Any = {None: "BIAS", "BIAS": None}[epilog]
+
+    def product(name: Any, out: Any) -> Any:
+        extra: Any = {"bias": bias} if name else {}
+        return client.matmul(a, b, epilog=name, out=out, **extra)
+
+    with product(epilog, "tensor") as d:
+        view = d[3:21:2, 1:9]
+        expected = a @ b + (1 if epilog else 0)
+        np.testing.assert_allclose(client.matmul(view, b[:8]), expected[3:21:2, 1:9] @ b[:8])
+        product(other, d)
+        expected = a @ b + (1 if other else 0)
+        np.testing.assert_allclose(client.matmul(view, b[:8]), expected[3:21:2, 1:9] @ b[:8])
+        np.testing.assert_allclose(d.numpy(), expected)
+        d.replace(2 * expected)
+        np.testing.assert_allclose(client.matmul(view, b[:8]), 2 * expected[3:21:2, 1:9] @ b[:8])

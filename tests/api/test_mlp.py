@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -167,3 +168,27 @@ def test_an_empty_batch_trains_nothing(client: Client) -> None:
 def as_array(value: object) -> Host:
     assert isinstance(value, np.ndarray)
     return value
+
+
+def test_a_tape_is_consumed_once_however_many_ask_for_it(client: Client) -> None:
+    net = Network("float32", ("relu", "relu", "none"))
+    with client.zeros(net.weights[0].shape) as total, ThreadPoolExecutor(8) as threads:
+        for _ in range(10):
+            _, tape = client.mlp(net.x, net.layers(), save_tape=True)
+            handle = tape.release()
+
+            def backward(_: int, handle: str = handle) -> bool:
+                header = {
+                    "tape": handle,
+                    "dy": {"dtype": "float32", "shape": list(net.dy.shape), "payload": 0},
+                    "wants": ["dweight"],
+                    "layers": [{"dweight": {"tensor": total.handle, "beta": 1.0}}, {}, {}],
+                }
+                try:
+                    client._channel.post("/v1/mlp/backward", header, [net.dy.data.cast("B")])
+                except Gone:
+                    return False
+                return True
+
+            assert sum(threads.map(backward, range(8))) == 1
+        assert relative(total.numpy(), 10 * net.backward()[1][0]) < 1e-4

@@ -110,3 +110,16 @@ def test_only_so_many_headers_are_known(tmp_path: Path) -> None:
         assert app.service is not None
         assert len(app.service.steps) == Steps.LIMIT
         wire.close()
+
+
+def test_a_known_header_before_broken_payloads_is_malformed(wire: Wire) -> None:
+    header = HEADER | {"alpha": 7.0}
+    body = packed(header, raw(X), raw(EYE))
+    content = {"Content-Type": "application/msgpack"}
+    assert wire.request("POST", FORWARD, body, content).status == 200
+    start = len(packed(header))
+    for at in (*range(start, start + 2), start + 2 + X.nbytes, start + 3 + X.nbytes):
+        for wrong in (0x00, 0xC1, 0xFF):
+            broken = body[:at] + bytes([wrong]) + body[at + 1 :]
+            answer = wire.request("POST", FORWARD, broken, content)
+            assert (answer.status, answer.header["code"]) == (400, "malformed"), answer.header

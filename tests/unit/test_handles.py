@@ -40,24 +40,44 @@ def test_tenants_do_not_see_each_other(store: TensorStore) -> None:
 def test_tenants_have_a_quota_each(store: TensorStore) -> None:
     for tenant in ("a", "b"):
         for _ in range(2):
-            store.add(tenant, VALUE)
+            store.add(tenant, VALUE.copy())
         with pytest.raises(
             OutOfMemory, match="40 bytes are needed, 80 of the tenant's quota of 100"
         ):
-            store.add(tenant, VALUE)
+            store.add(tenant, VALUE.copy())
     assert (len(store), store.nbytes) == (4, 160)
 
 
 def test_what_has_expired_makes_room(store: TensorStore) -> None:
     for _ in range(2):
-        store.add("a", VALUE, ttl=-1.0)
+        store.add("a", VALUE.copy(), ttl=-1.0)
     kept = store.add("a", VALUE)
     assert (len(store), store.nbytes, store.expired) == (1, 40, 2)
     assert list(store.of("a")) == [kept]
 
 
+def test_what_several_hold_counts_once_for_as_long_as_one_does(store: TensorStore) -> None:
+    weight, x = VALUE.copy(), VALUE.copy()
+    tensor = store.add("a", weight)
+    tape = store.add("a", object(), kind="tape", arrays=[weight, x, weight])
+    assert (store.nbytes, store.fresh("a", [weight, VALUE])) == (80, 40)
+    store.replace(tensor, VALUE)
+    assert store.nbytes == 120
+    store.free(tape)
+    assert store.nbytes == 40
+    store.free(tensor)
+    assert store.nbytes == 0
+
+
+def test_what_is_reserved_counts_for_a_while(store: TensorStore) -> None:
+    with store.reserved("a", 70), pytest.raises(OutOfMemory, match="70 of the tenant's quota"):
+        store.add("a", VALUE)
+    assert store.nbytes == 0
+    store.add("a", VALUE)
+
+
 def test_freeing_twice_counts_once(store: TensorStore) -> None:
-    first, second = store.add("a", VALUE), store.add("a", VALUE)
+    first, second = store.add("a", VALUE), store.add("a", VALUE.copy())
     store.free(first)
     store.free(first)
     assert (len(store), store.nbytes) == (1, 40)

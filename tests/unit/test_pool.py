@@ -186,6 +186,42 @@ def test_a_caller_who_is_cancelled_while_the_plan_is_made_leaves_it_to_the_other
     on(device, body)
 
 
+def test_a_plan_stays_in_use_until_a_cancelled_product_has_ended() -> None:
+    async def body(engine: Engine) -> None:
+        pool = PlanPool(engine, capacity=8, byte_limit=1 << 30)
+        o = operands(engine, 1500, 1500, 1500)
+        o.a.fill(1)
+        o.b.fill(2)
+        task = asyncio.ensure_future(use(pool, o))
+        await asyncio.sleep(0.005)
+        assert pool.leased == 1
+        task.cancel()
+        while not task.done():
+            assert pool.leased == 1
+            await asyncio.sleep(0)
+        assert task.cancelled()
+        assert pool.leased == 0
+        np.testing.assert_array_equal(o.d, np.full((1500, 1500), 3000))
+        await pool.close()
+
+    on("cpu", body)
+
+
+def test_a_plan_that_fails_is_not_kept() -> None:
+    async def body(engine: Engine) -> None:
+        pool = PlanPool(engine, capacity=8, byte_limit=1 << 30)
+        o = operands(engine, 5)
+        with pytest.raises(ZeroDivisionError):
+            async with pool.lease(key(engine, o), o, "me"):
+                raise ZeroDivisionError
+        assert (len(pool), pool.leased, pool.nbytes) == (0, 0, 0)
+        await use(pool, o)
+        assert pool.stats.planned == 2
+        await pool.close()
+
+    on("cpu", body)
+
+
 def test_other_layouts_alignments_and_options_are_other_plans(device: str) -> None:
     engine = open_engine(device)
     float32 = np.dtype(np.float32)

@@ -101,6 +101,9 @@ class Channel:
             self._transport.close()
 
     def _free_discarded(self, deadline: float) -> None:
+        """Free what was collected. What the service refuses to free is left to its time to live:
+        that is no fault of the request which comes along.
+        """
         while True:
             try:
                 handle = self._discarded.pop()
@@ -111,6 +114,8 @@ class Channel:
             except TransportError:
                 self._discarded.append(handle)
                 raise
+            except RequestError:
+                continue
 
     def _free(self, handle: str, deadline: float) -> None:
         fields = f"Accept: {wire.MSGPACK}\r\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from matmuld_client.errors import OutOfMemory
+from matmuld_client.errors import OutOfMemory, RequestError
 from threadpoolctl import ThreadpoolController
 
 from . import elementwise
@@ -176,10 +176,7 @@ class CpuEngine:
         return np.ndarray(shape, array.dtype, array, offset * itemsize, steps)
 
     async def plan(self, signature: Signature, operands: Operands) -> Plan:
-        try:
-            return CpuPlan(signature)
-        except MemoryError:
-            raise OutOfMemory("the host has no memory left for the plan's buffers") from None
+        return CpuPlan(signature)
 
     async def run(self, plan: Plan, operands: Operands) -> None:
         if isinstance(plan, CpuPlan) and plan.is_short:
@@ -194,7 +191,16 @@ class CpuEngine:
         return await self._in_thread(_quietly, function, *args)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        """Call on a thread; wait for its end also if cancelled, for it uses what the caller then
+        gives back.
+        """
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._threads, function, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
@@ -212,11 +218,17 @@ class CpuEngine:
         return list(arrays), 0.0
 
     async def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        dense = await self.call(array.nbytes, np.ascontiguousarray, array)
+        flat = dense.reshape(-1).view(np.uint8).data
         for start in range(0, len(flat), nbytes):
             yield flat[start : start + nbytes]
 
     async def synchronize(self) -> None:
+        return None
+
+    def explain(self, error: Exception) -> RequestError | None:
+        if isinstance(error, MemoryError):
+            return OutOfMemory(f"the host's memory does not suffice: {error}")
         return None
 
     async def trim(self) -> None:

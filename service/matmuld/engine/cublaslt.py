@@ -13,6 +13,7 @@ from typing import Any
 
 import cupy
 import nvmath
+from cupy.cuda.runtime import CUDARuntimeError
 from nvmath.bindings import cublasLt as cublaslt
 from nvmath.linalg.advanced import (
     Matmul,
@@ -40,6 +41,14 @@ _QUIET.setLevel(logging.ERROR)
 
 class Unsupported(Exception):
     """cuBLASLt has no algorithm for this product as it lies."""
+
+
+_REFUSALS = (ValueError, RuntimeError, cublaslt.cuBLASLtError)
+"""What nvmath raises for what cannot be planned; a fault of the device is a RuntimeError too."""
+
+
+def _refusal(error: Exception) -> Exception:
+    return error if isinstance(error, CUDARuntimeError) else Unsupported(str(error))
 
 
 class Launcher:
@@ -78,8 +87,8 @@ class FusedPlan:
                 options=_options(signature, main),
                 stream=planning.stream,
             )
-        except (ValueError, RuntimeError, cublaslt.cuBLASLtError) as error:
-            raise Unsupported(str(error)) from error
+        except _REFUSALS as error:
+            raise _refusal(error) from error
         try:
             matmul.plan(
                 preferences=_preferences(signature),
@@ -89,9 +98,9 @@ class FusedPlan:
             )
             self._bind(matmul)
             self._algorithm = self._first_that_runs(operands, planning)
-        except (ValueError, RuntimeError, cublaslt.cuBLASLtError) as error:
+        except _REFUSALS as error:
             matmul.free()
-            raise Unsupported(str(error)) from error
+            raise _refusal(error) from error
         except BaseException:
             matmul.free()
             raise

@@ -18,7 +18,9 @@ import cupy
 import numpy as np
 import nvmath
 from cuda.bindings import driver
-from matmuld_client.errors import Internal, OutOfMemory
+from cupy.cuda.memory import OutOfMemoryError
+from cupy.cuda.runtime import CUDARuntimeError
+from matmuld_client.errors import DeviceLost, Internal, OutOfMemory, RequestError
 
 from . import cublaslt, elementwise
 from .cublaslt import FusedPlan, Launcher, Unsupported
@@ -37,6 +39,7 @@ SAFE_ALIGNMENT = 16
 """Bytes; below, cuBLASLt has no algorithm for some types."""
 INLINE_BYTES = 1 << 18
 SPIN_SECONDS = 0.002
+_TOO_LITTLE = "the GPU's or the host's memory does not suffice: {}"
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
@@ -90,8 +93,10 @@ class CudaEngine:
         return free + cupy.get_default_memory_pool().free_bytes(), total
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        with _MemoryErrors():
+        try:
             return cupy.empty(tuple(shape), dtype)
+        except OutOfMemoryError as error:
+            raise OutOfMemory(_TOO_LITTLE.format(error)) from None
 
     def view(
         self, array: Array, shape: Sequence[int], strides: Sequence[int], offset: int = 0
@@ -107,13 +112,19 @@ class CudaEngine:
         return await loop.run_in_executor(self._planner, self._plan, signature, operands, ready)
 
     def _plan(self, signature: Signature, operands: Operands, ready: Any) -> Plan:
-        """Memory given back by earlier work may be tried on only after that work: hence `ready`."""
+        """Memory given back by earlier work may be tried on only after that work: hence `ready`.
+
+        A plan with elementwise steps is run once, so that they are compiled here.
+        """
         self._planning.stream.wait_event(ready)
         try:
-            with _MemoryErrors():
-                return self._choose(signature, operands)
+            plan = self._choose(signature, operands)
         except Unsupported as error:
             raise Internal(f"cuBLASLt refuses {signature.describe()}: {error}") from error
+        if plan.path != "fused":
+            plan.run(operands)
+            self._planning.stream.synchronize()
+        return plan
 
     def _choose(self, signature: Signature, operands: Operands) -> Plan:
         """Fused by cuBLASLt if it can be, else split; the plain product must do."""
@@ -150,13 +161,11 @@ class CudaEngine:
         return FusedPlan(signature, operands, self._main, self._planning)
 
     async def run(self, plan: Plan, operands: Operands) -> None:
-        with _MemoryErrors():
-            plan.run(operands)
+        plan.run(operands)
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()
-        with _MemoryErrors():
-            return await loop.run_in_executor(self._worker, function, *args)
+        return await loop.run_in_executor(self._worker, function, *args)
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
@@ -181,8 +190,7 @@ class CudaEngine:
 
     async def download(self, arrays: Sequence[Array]) -> tuple[list[np.ndarray[Any, Any]], float]:
         computed = self._mark()
-        with _MemoryErrors():
-            copies = [self._copy_out(array) for array in arrays]
+        copies = [self._copy_out(array) for array in arrays]
         copied = self._mark()
         await self._reached(computed)
         began = perf_counter()
@@ -222,8 +230,18 @@ class CudaEngine:
             await asyncio.sleep(0 if perf_counter() - began < SPIN_SECONDS else SPIN_SECONDS / 4)
         self._events.append(event)
 
+    def explain(self, error: Exception) -> RequestError | None:
+        if isinstance(error, OutOfMemoryError | MemoryError):
+            return OutOfMemory(_TOO_LITTLE.format(error))
+        if isinstance(error, CUDARuntimeError):
+            if error.status == cupy.cuda.runtime.errorMemoryAllocation:
+                return OutOfMemory(_TOO_LITTLE.format(error))
+            return DeviceLost(f"{self.name} has failed, the service must be started again: {error}")
+        return None
+
     async def trim(self) -> None:
         await self.call(0, cupy.get_default_memory_pool().free_all_blocks)
+        await self.call(0, cupy.get_default_pinned_memory_pool().free_all_blocks)
 
     def close(self) -> None:
         self._planner.shutdown()
@@ -231,17 +249,6 @@ class CudaEngine:
         self._stream.synchronize()
         cublaslt.destroy_handle(self._handle)
         cupy.get_default_memory_pool().free_all_blocks()
-
-
-class _MemoryErrors:
-    """CuPy's out-of-memory error as ours, for a ``with``."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
-            raise OutOfMemory(f"the GPU's memory does not suffice: {error}") from None
 
 
 def _alignment(array: Array) -> int:

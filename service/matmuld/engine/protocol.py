@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+from matmuld_client.errors import RequestError
 
 if TYPE_CHECKING:
     from .epilogs import Epilog
@@ -126,6 +127,9 @@ class Engine(Protocol):
 
     async def synchronize(self) -> None:
         """Return when all that was started so far is done."""
+
+    def explain(self, error: Exception) -> RequestError | None:
+        """What an error of the device's libraries means for the caller, if that is known."""
 
     async def trim(self) -> None:
         """Give memory that no array uses back to the device."""

@@ -131,19 +131,24 @@ def _canonical(
     aux: Look | None,
     options: Options,
 ) -> Signature:
-    result = _layout(d)
-    if result.shape[-2] == 1 and TABLE[epilog].column_major:
-        result = result._replace(strides=(*result.strides[:-2], 1, 1))
     return Signature(
         _layout(a),
         _layout(b),
-        None if c is None else _layout(c),
-        result,
+        None if c is None else _result_layout(c, epilog),
+        _result_layout(d, epilog),
         epilog,
         None if vector is None else _layout(vector),
         None if aux is None else _layout(aux),
         options,
     )
+
+
+def _result_layout(look: Look, epilog: Epilog) -> Layout:
+    """The layout of D or C. One row is both row- and column-major: it is what the epilog needs."""
+    layout = _layout(look)
+    if layout.shape[-2] == 1 and TABLE[epilog].column_major:
+        return layout._replace(strides=(*layout.strides[:-2], 1, 1))
+    return layout
 
 
 def _layout(look: Look) -> Layout:

@@ -31,15 +31,28 @@ class Endpoint:
         exchange = Exchange(scope, receive, send, service.settings.body_limit, TENANT)
         try:
             await self._answer(service, exchange)
-        except RequestError as error:
-            if error.status >= 500:
-                log.error("request %s: %s: %s", exchange.request_id, error.code, error.detail)
-            await exchange.problem(error)
         except Disconnected:
             log.info("request %s: the client went away", exchange.request_id)
-        except Exception:
-            log.exception("request %s failed", exchange.request_id)
-            await exchange.problem(Internal("a fault of the service; its log has the request id"))
+        except Exception as error:
+            await _refuse(service, exchange, error)
+
+
+async def _refuse(service: Service, exchange: Exchange, error: Exception) -> None:
+    """Answer with the problem that an error is for the caller.
+
+    Not inside the handler: a name for the error there, which its traceback leads back to, would
+    keep the request's arrays until the next garbage collection.
+    """
+    problem = error if isinstance(error, RequestError) else service.runtime.engine.explain(error)
+    if problem is None:
+        problem = Internal("a fault of the service; its log has the request id")
+    if problem.status >= 500:
+        trace = None if problem is error else error
+        text = "request %s: %s: %s"
+        log.error(text, exchange.request_id, problem.code, problem.detail, exc_info=trace)
+    if exchange.started:
+        raise error
+    await exchange.problem(problem)
 
 
 def operation(name: str) -> Answer:
@@ -57,7 +70,8 @@ def operation(name: str) -> Answer:
             if packed:
                 service.steps.keep(name, tenant, body, end, step)
         else:
-            step, payloads = known
+            step, end = known
+            payloads = exchange.payloads(body, end)
         call = service.call(tenant, payloads)
         exchange.timing = timing = call.timing
         reply = await call.perform(step)

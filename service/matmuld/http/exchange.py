@@ -68,6 +68,7 @@ class Exchange:
 
     Attributes:
         form: the media type of the reply, `application/msgpack` or `application/json`.
+        started: whether the reply has begun, so that no other can be given.
     """
 
     __slots__ = (
@@ -82,6 +83,7 @@ class Exchange:
         "length",
         "request_id",
         "scope",
+        "started",
         "tenant",
         "timing",
     )
@@ -93,6 +95,7 @@ class Exchange:
         self._limit = limit
         self.tenant = tenant
         self.timing: Timing | None = None
+        self.started = False
         self.content_type = self.accept = self.encoding = ""
         self.request_id = ""
         self.length: int | None = None
@@ -142,7 +145,7 @@ class Exchange:
         try:
             if self.content_type == MSGPACK:
                 header, end = unpack_header(body)
-                payloads = unpack_payloads(body, end)
+                payloads = self.payloads(body, end)
             else:
                 header = json.loads(bytes(body), parse_constant=_no_constant)
         except WireError as error:
@@ -152,6 +155,13 @@ class Exchange:
         except ValueError as error:
             raise Malformed(f"the body is not JSON: {error}") from None
         return validated(model, header), payloads, end
+
+    def payloads(self, body: memoryview, end: int) -> list[memoryview]:
+        """The payloads of a body whose header ends at `end`. Raises Malformed."""
+        try:
+            return unpack_payloads(body, end)
+        except WireError as error:
+            raise Malformed(str(error)) from None
 
     async def body(self) -> bytes | bytearray:
         """The whole body of a msgpack or JSON request."""
@@ -286,6 +296,7 @@ class Exchange:
                 t.copy * 1e3,
             )
             headers.append((b"server-timing", text))
+        self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:

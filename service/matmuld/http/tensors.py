@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
@@ -33,10 +34,10 @@ async def create(service: Service, exchange: Exchange) -> None:
         header, payloads = await exchange.decode(CreateTensor)
         call = service.call(exchange.tenant, payloads)
         array, kind = await _value(service.inputs(exchange.tenant), call, header)
+        await service.runtime.engine.synchronize()
         resident = service.runtime.store.add(
             exchange.tenant, array, kind=kind, pinned=header.pinned, ttl=header.ttl_s
         )
-    await service.runtime.engine.synchronize()
     await exchange.reply(metadata(resident), status=201)
 
 
@@ -46,7 +47,7 @@ async def _value(inputs: Inputs, call: Call, header: CreateTensor) -> tuple[Arra
         dtype, shape = described("tensor", header.dtype, header.shape, FLOATS)
         call.bind(inputs.finish())
         call.store.check(call.tenant, math.prod(shape) * dtype.itemsize)
-        return call.zeros(shape, dtype), "tensor"
+        return await call.zeros(shape, dtype), "tensor"
     if header.dtype is not None or header.shape is not None:
         raise Malformed("value: expected either value, or dtype and shape", operand="value")
     operand, kind = _taken(inputs, call, header.value)
@@ -91,9 +92,10 @@ async def _create_raw(service: Service, exchange: Exchange) -> Resident:
     nbytes = math.prod(shape) * dtype.itemsize
     chunks = exchange.stream(nbytes)
     store = service.runtime.store
-    store.check(exchange.tenant, nbytes)
-    array = service.runtime.engine.empty(shape, dtype)
-    await _fill(service, array, chunks, nbytes)
+    with store.reserved(exchange.tenant, nbytes):
+        array = service.runtime.engine.empty(shape, dtype)
+        await _fill(service, array, chunks, nbytes)
+        await service.runtime.engine.synchronize()
     return store.add(exchange.tenant, array, pinned=pinned, ttl=ttl)
 
 
@@ -113,11 +115,17 @@ def _extents(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")] if text else []
+        return [_extent(part) for part in text.split(",")] if text else []
     except ValueError:
         raise Malformed(
             f"shape: expected integers with commas, got {text[:40]!r}", operand="shape"
         ) from None
+
+
+def _extent(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]+", text):
+        raise ValueError(text)
+    return int(text)
 
 
 def _flag(text: str | None) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal
@@ -26,7 +27,7 @@ class Resident:
     value keeps a whole version. `lock` is for those who read, compute and replace.
 
     Attributes:
-        value: an array; of a tape, what its kind keeps.
+        value: an array; of a tape, what its kind keeps, made of `arrays`.
         rows: of aux data, the rows that are not padding.
         weight: of aux data, the handle of the weight of the layer that it belongs to, if that was
             resident.
@@ -36,7 +37,7 @@ class Resident:
     tenant: str
     kind: Kind
     value: Any
-    nbytes: int
+    arrays: Sequence[Array]
     pinned: bool
     ttl: float
     expires_at: float
@@ -44,6 +45,10 @@ class Resident:
     weight: str | None = None
     version: int = 1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
 
     def touch(self) -> None:
         """Start the time to live again."""
@@ -56,7 +61,15 @@ class Resident:
 
 
 class TensorStore:
-    """Residents by handle, within a quota of bytes for each tenant."""
+    """Residents by handle, within a quota of bytes for each tenant.
+
+    An array that several residents hold, such as a weight and the tapes that it was used for,
+    counts once, for as long as one of them holds it.
+
+    Attributes:
+        expired: residents whose time was over, since the start.
+        freed: arrays that no resident holds any more, since the start.
+    """
 
     def __init__(self, mint: HandleMint, quota: int, ttl: float) -> None:
         self.mint = mint
@@ -64,7 +77,9 @@ class TensorStore:
         self._ttl = ttl
         self._residents: dict[str, Resident] = {}
         self._nbytes: dict[str, int] = {}
+        self._holders: dict[tuple[str, int], int] = {}
         self.expired = 0
+        self.freed = 0
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -93,6 +108,11 @@ class TensorStore:
             self._expire(resident)
         raise self.mint.explain(tenant, handle, operand)
 
+    def fresh(self, tenant: str, arrays: Iterable[Array]) -> int:
+        """Bytes that holding `arrays` would add to what the tenant uses."""
+        distinct = {id(array): array.nbytes for array in arrays}
+        return sum(n for key, n in distinct.items() if (tenant, key) not in self._holders)
+
     def check(self, tenant: str, nbytes: int) -> None:
         """Raise OutOfMemory unless the tenant's quota has room for `nbytes` more."""
         used = self._nbytes.get(tenant, 0)
@@ -104,27 +124,37 @@ class TensorStore:
                 f"{nbytes} bytes are needed, {used} of the tenant's quota of {self.quota} are used"
             )
 
+    @contextmanager
+    def reserved(self, tenant: str, nbytes: int) -> Iterator[None]:
+        """Count `nbytes` as used for a while. Raises OutOfMemory over quota."""
+        self.check(tenant, nbytes)
+        self._nbytes[tenant] = self._nbytes.get(tenant, 0) + nbytes
+        try:
+            yield
+        finally:
+            self._nbytes[tenant] -= nbytes
+
     def add(
         self,
         tenant: str,
-        value: Array,
+        value: Any,
         *,
         kind: Kind = "tensor",
-        nbytes: int | None = None,
+        arrays: Sequence[Array] | None = None,
         pinned: bool = False,
         ttl: float | None = None,
         rows: int | None = None,
         weight: str | None = None,
     ) -> Resident:
-        """Hold `value`. Raises OutOfMemory over quota."""
-        nbytes = value.nbytes if nbytes is None else nbytes
-        self.check(tenant, nbytes)
+        """Hold `value`, which is an array or made of `arrays`. Raises OutOfMemory over quota."""
+        arrays = (value,) if arrays is None else arrays
+        self.check(tenant, self.fresh(tenant, arrays))
         resident = Resident(
             self.mint.issue(tenant),
             tenant,
             kind,
             value,
-            nbytes,
+            arrays,
             pinned,
             self._ttl if ttl is None else ttl,
             FOREVER,
@@ -133,19 +163,40 @@ class TensorStore:
         )
         resident.touch()
         self._residents[resident.handle] = resident
-        self._nbytes[tenant] = self._nbytes.get(tenant, 0) + nbytes
+        self._retain(resident)
         return resident
 
     def replace(self, resident: Resident, value: Array) -> None:
-        """New contents of the same dtype and shape."""
-        resident.value = value
+        """New contents of the same dtype, shape and layout."""
+        self._release(resident)
+        resident.value, resident.arrays = value, (value,)
+        self._retain(resident)
         resident.version += 1
         resident.touch()
 
     def free(self, resident: Resident) -> None:
         """Forget the handle; the memory goes with its last user. Freeing twice is nothing."""
         if self._residents.pop(resident.handle, None) is not None:
-            self._nbytes[resident.tenant] -= resident.nbytes
+            self._release(resident)
+
+    def _retain(self, resident: Resident) -> None:
+        """Count the arrays that nothing else of the tenant's holds."""
+        for array in resident.arrays:
+            key = resident.tenant, id(array)
+            holders = self._holders.get(key, 0)
+            self._holders[key] = holders + 1
+            if not holders:
+                used = self._nbytes.get(resident.tenant, 0)
+                self._nbytes[resident.tenant] = used + array.nbytes
+
+    def _release(self, resident: Resident) -> None:
+        for array in resident.arrays:
+            key = resident.tenant, id(array)
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._nbytes[resident.tenant] -= array.nbytes
+                self.freed += 1
 
     def sweep(self) -> int:
         """Free what has expired; how many that were."""
@@ -161,4 +212,5 @@ class TensorStore:
 
     def clear(self) -> None:
         self._residents.clear()
+        self._holders.clear()
         self._nbytes.clear()

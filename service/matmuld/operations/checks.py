@@ -111,7 +111,7 @@ async def load_aux(call: Call, aux: Operand) -> Array:
     array = await call.load(aux)
     if aux.shape[-1] and not swap(array).flags.c_contiguous:
         dense = swap(call.empty(swap(array).shape, aux.dtype))
-        await call.engine.call(2 * array.nbytes, assign, dense, array)
+        await call.compute(2 * array.nbytes, assign, dense, array)
         return dense
     return array
 
@@ -155,6 +155,25 @@ def output(
             operand=path,
         )
     return placement
+
+
+def aux_output(
+    inputs: Inputs,
+    path: str,
+    placement: Placement | None,
+    kind: AuxKind,
+    d: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> Placement:
+    """Where the aux of a D of that shape goes; it stays in the service unless the header says so.
+
+    Raises:
+        InvalidOperands: it cannot go there.
+    """
+    if isinstance(placement, Into):
+        raise InvalidOperands(f"{path}: expected payload or tensor, got a handle", operand=path)
+    element = np.dtype(np.uint8) if kind == "relu_aux" else dtype
+    return output(inputs, path, placement or "tensor", aux_shape(kind, d), element)
 
 
 def scale_of(placement: Placement) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from .checks import (
     AUX_OF,
     LinearShape,
     activation_of,
+    aux_output,
     check_aux,
     empty_aux,
     linear_shape,
@@ -101,11 +102,12 @@ def forward(inputs: Inputs, header: LinearForward) -> Step:
             f"save_aux: expected activation relu or gelu, got {activation}", operand="save_aux"
         )
     y_place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
-    aux_place = header.outputs.get("aux", "tensor")
-    if isinstance(aux_place, Into) or ("aux" in header.outputs and kind is None):
-        raise InvalidOperands(
-            "outputs.aux: expected payload or tensor, and save_aux with it", operand="outputs.aux"
-        )
+    aux_place: Placement = "tensor"
+    if kind is not None:
+        d = (shape.outputs, shape.batch)
+        aux_place = aux_output(inputs, "outputs.aux", header.outputs.get("aux"), kind, d, dtype)
+    elif "aux" in header.outputs:
+        raise InvalidOperands("outputs.aux: expected save_aux with it", operand="outputs.aux")
     step = _Forward(
         x,
         weight,
@@ -139,7 +141,7 @@ async def parameter_gradients(
     """
     results: Results = {}
     batch, outputs = dz.shape
-    sums = None if dbias is None else call.zeros((outputs,), dtype)
+    sums = None if dbias is None else await call.zeros((outputs,), dtype)
     if dweight is not None:
         assert x is not None
         alpha, beta = scale_of(dweight)
@@ -150,7 +152,7 @@ async def parameter_gradients(
                 call, dz, x, gradient, options, dbias=sums, c=old, alpha=alpha, beta=beta
             )
         else:
-            gradient.fill(0)
+            await call.compute(gradient.nbytes, gradient.fill, 0)
             if old is not None:
                 gradient = await strategies.accumulate(call, gradient, old, alpha, beta)
         results["dweight"] = Result(gradient, dweight)
@@ -206,7 +208,9 @@ class _Backward:
         assert self.weight is not None
         shape, places = self.shape, self.places
         dx = call.empty((shape.batch, shape.inputs), self.dtype)
-        sums = call.zeros((shape.inputs,), self.dtype) if "input_dbias" in places else None
+        sums = None
+        if "input_dbias" in places:
+            sums = await call.zeros((shape.inputs,), self.dtype)
         if shape.batch:
             await strategies.input_gradient(
                 call,

@@ -15,8 +15,8 @@ from ..engine.epilogs import TABLE, AuxKind, Epilog, output_names
 from ..engine.protocol import Array, Operands
 from ..engine.signature import Options
 from ..operands import AUX_DTYPES, Inputs, Operand
-from ..schemas import Into, Matmul, Placement
-from .checks import check_aux, load_aux, output, scaling
+from ..schemas import Matmul, Placement
+from .checks import aux_output, check_aux, load_aux, output, scaling
 from .options import planner_options
 
 
@@ -59,7 +59,7 @@ class _Product:
         row, sizes, places = TABLE[self.epilog], self.sizes, self.places
         async with call.writing(places.values()):
             d = _empty_matrices(call, sizes, sizes.m, self.dtype, column_major=row.column_major)
-            vector, out_aux = _epilog_outputs(call, self.epilog, sizes, self.dtype)
+            vector, out_aux = await _epilog_outputs(call, self.epilog, sizes, self.dtype)
             if d.size:
                 await self._launch(call, d, vector, out_aux)
             results: Results = {"d": Result(_unflatten(d, sizes), places["d"])}
@@ -198,12 +198,8 @@ def _places(
     for name in names:
         path = f"outputs.{name}"
         if name == row.aux_out:
-            placement = given.get(name, "tensor")
-            if isinstance(placement, Into):
-                raise InvalidOperands(
-                    f"{path}: expected payload or tensor, got a handle", operand=path
-                )
-            places[name] = placement
+            d = (*sizes.lead, sizes.m, sizes.n)
+            places[name] = aux_output(inputs, path, given.get(name), row.aux_out, d, dtype)
             continue
         shape = (*sizes.lead, sizes.m, sizes.n) if name == "d" else _vector_shape(epilog, sizes)
         places[name] = output(inputs, path, given.get(name), shape, dtype)
@@ -216,7 +212,7 @@ def _vector_shape(epilog: Epilog, sizes: _Sizes) -> tuple[int, ...]:
     return (*sizes.lead, length, 1) if sizes.lead else (length,)
 
 
-def _epilog_outputs(
+async def _epilog_outputs(
     call: Call, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
 ) -> tuple[Array | None, Array | None]:
     """Memory for the bias gradient and for the auxiliary output, if the epilog has them."""
@@ -224,7 +220,8 @@ def _epilog_outputs(
     vector = aux = None
     if row.gradient is not None:
         length = sizes.n if row.gradient == "b" else sizes.m
-        vector = call.zeros((length,) if sizes.batch is None else (sizes.batch, length, 1), dtype)
+        shape = (length,) if sizes.batch is None else (sizes.batch, length, 1)
+        vector = await call.zeros(shape, dtype)
     if row.aux_out is not None:
         rows = aux_shape(row.aux_out, (sizes.m, sizes.n))[0]
         element = np.dtype(np.uint8) if row.aux_out == "relu_aux" else dtype
@@ -266,7 +263,7 @@ async def _load_c(call: Call, c: Operand, d: Array, sizes: _Sizes) -> Array:
             return full
     like = swap(call.empty(swap(d).shape, d.dtype)) if not d.flags.c_contiguous else None
     copy = call.empty(d.shape, d.dtype) if like is None else like
-    await call.engine.call(3 * d.nbytes, assign, _unflatten(copy, sizes), array)
+    await call.compute(3 * d.nbytes, assign, _unflatten(copy, sizes), array)
     return copy
 
 

@@ -42,6 +42,12 @@ class Tape:
     options: Options
 
     @property
+    def arrays(self) -> list[Array]:
+        """All that the tape keeps."""
+        kept = [part for layer in self.layers for part in (layer.weight, layer.x, layer.aux)]
+        return [array for array in kept if array is not None]
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(batch, out) of the last layer."""
         return self.layers[-1].x.shape[0], self.layers[-1].weight.shape[0]
@@ -80,7 +86,7 @@ class _Forward:
             tape = None
             if self.save_tape:
                 value = Tape(recorded, lead, self.options)
-                tape = TapeResult(value, _tape_bytes(recorded, self.layers))
+                tape = TapeResult(value, value.arrays)
             y = Result(current.reshape(*lead, last.outputs), self.place)
             return await call.deliver({"y": y}, tape)
 
@@ -143,16 +149,6 @@ async def _layer_forward(
             aux=aux,
         )
     return y, TapeLayer(weight, layer.bias is not None, layer.activation, x, aux)
-
-
-def _tape_bytes(recorded: list[TapeLayer], layers: list[_Layer]) -> int:
-    """Inputs and aux, and weights that nothing else holds."""
-    total = 0
-    for kept, layer in zip(recorded, layers, strict=True):
-        total += kept.x.nbytes + (0 if kept.aux is None else kept.aux.nbytes)
-        if layer.weight.handle is None:
-            total += kept.weight.nbytes
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +227,11 @@ def backward(inputs: Inputs, header: MlpBackward) -> Step:
     step = gradients(inputs, held.value, header)
 
     async def run(call: Call) -> Reply:
-        reply = await step.run(call)
-        if not header.keep_tape:
-            call.store.free(held)
+        async with held.lock:
+            call.store.get(call.tenant, held.handle, "tape")
+            reply = await step.run(call)
+            if not header.keep_tape:
+                call.store.free(held)
         return reply
 
     return Step(step.sources, run, repeatable=False)
