@@ -115,7 +115,7 @@ class Writing:
 
 
 class Call:
-    """A request of one tenant."""
+    """A request of one tenant. `created`: what its results are held as, for the first time."""
 
     def __init__(self, runtime: Runtime, tenant: str, payloads: Sequence[memoryview] = ()) -> None:
         self.engine = runtime.engine
@@ -127,6 +127,7 @@ class Call:
         self._held: list[Array | None] = []
         self._signatures: list[Signature] = []
         self._products = 0
+        self.created: list[Resident] = []
 
     async def perform(self, step: Step) -> Reply:
         """Run `step` on this call's payloads.
@@ -220,8 +221,14 @@ class Call:
         header = self._header(results, iter(range(len(fetched))))
         if tape is not None:
             held = self.store.add(self.tenant, tape.value, kind="tape", arrays=tape.arrays)
+            self.created.append(held)
             header["tape"] = {"tensor": held.handle, "kind": "tape"}
         return header, payloads
+
+    def undo(self) -> None:
+        """Free the handles that the reply would have told, for there is nobody to tell."""
+        for resident in self.created:
+            self.store.free(resident)
 
     async def _lay_out(self, leaves: Sequence[Result]) -> None:
         """Give results the layout of the tensors that they go into, whose views stay right."""
@@ -264,6 +271,7 @@ class Call:
                 rows=result.rows,
                 weight=result.weight,
             )
+            self.created.append(resident)
         else:
             assert result.target is not None
             resident = result.target

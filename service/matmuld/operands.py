@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
-from matmuld_client.wire import DIMENSIONS_LIMIT, DTYPE_NAMES, DTYPES, is_row_major, row_major
+from matmuld_client.wire import (
+    DIMENSIONS_LIMIT,
+    DTYPE_NAMES,
+    DTYPES,
+    PAYLOAD_LIMIT,
+    is_row_major,
+    row_major,
+)
 
 from .engine.elementwise import swap
 from .engine.protocol import Array, Engine
@@ -145,9 +152,18 @@ class Sources(NamedTuple):
 class Inputs:
     """The tensors of one header."""
 
-    def __init__(self, store: TensorStore, tenant: str, *, sourceless: bool = False) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        tenant: str,
+        payload_limit: int = PAYLOAD_LIMIT,
+        *,
+        sourceless: bool = False,
+    ) -> None:
+        """`payload_limit`: bytes of a tensor in the reply; `sourceless`: nothing is sent."""
         self.store = store
         self.tenant = tenant
+        self.payload_limit = payload_limit
         self._sourceless = sourceless
         self._operands: list[Operand] = []
         self._targets: set[str] = set()

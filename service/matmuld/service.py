@@ -11,6 +11,8 @@ from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
+from matmuld_client.wire import PAYLOAD_LIMIT
+
 from . import __version__
 from .calls import Call, Runtime
 from .engine import open_engine
@@ -69,9 +71,9 @@ class Service:
                 freed = store.freed
                 await self.runtime.engine.trim()
 
-    def inputs(self, tenant: str) -> Inputs:
-        """The tensors of a header of `tenant`'s."""
-        return Inputs(self.runtime.store, tenant)
+    def inputs(self, tenant: str, payload_limit: int = PAYLOAD_LIMIT) -> Inputs:
+        """The tensors of a header of `tenant`'s, whose reply's payloads are limited so."""
+        return Inputs(self.runtime.store, tenant, payload_limit)
 
     def call(self, tenant: str, payloads: Sequence[memoryview] = ()) -> Call:
         """A request of `tenant`'s."""

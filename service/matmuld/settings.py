@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     )
     memory_limit: int | None = Field(
         default=None,
-        ge=1,
+        ge=1 << 20,
         description="bytes for arrays on the CPU; None: 80 % of the memory",
     )
     ttl_s: float = Field(
@@ -96,7 +96,10 @@ class Settings(BaseSettings):
         description="seconds that an unused tensor is held",
     )
     janitor_s: float = Field(
-        default=1.0, gt=0, description="seconds between looks for expired tensors"
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds between looks for expired tensors",
     )
     body_limit: int = Field(
         default=1 << 30, ge=1 << 10, description="bytes of a msgpack or JSON body"

@@ -52,8 +52,10 @@ async def pre_activation_gradient(call: Call, dy: Array, aux: Array, kind: AuxKi
 
 
 def _mask(xp: Any, kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
-    gradient = dy.T.astype(elementwise.accumulator_dtype(np.dtype(dy.dtype)))
-    dz.T[...] = elementwise.activation_gradient(xp, kind, gradient, aux)
+    dtype = elementwise.accumulator_dtype(np.dtype(dy.dtype))
+    for part in elementwise.tiles(dy.T):
+        gradient = dy.T[:, part].astype(dtype)
+        dz.T[:, part] = elementwise.activation_gradient(xp, kind, gradient, aux[:, part])
 
 
 async def input_gradient(

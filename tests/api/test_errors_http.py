@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,7 +148,8 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(small: Wire, tmp_pat
         document = msgpack.unpackb(reply.read())
         connection.close()
     assert (reply.status, document["code"]) == (413, "too_large")
-    assert f"the body has {1 << 40} bytes, the limit is {BODY_LIMIT}" in document["detail"]
+    expected = f"expected a body of at most {BODY_LIMIT} bytes (--body-limit), got {1 << 40} bytes"
+    assert document["detail"] == expected
     assert works(small)
 
 
@@ -165,7 +167,7 @@ def test_a_chunked_body_over_the_limit(small: Wire) -> None:
             "POST", FORWARD, iter([bytes(1 << 12)] * 64), {"Content-Type": MSGPACK}
         )
 
-    refused(small, chunked, "too_large", None, f"over {BODY_LIMIT} bytes")
+    refused(small, chunked, "too_large", None, f"at most {BODY_LIMIT} bytes ... got more")
 
 
 @pytest.mark.parametrize("sent", [0, 10])
@@ -215,3 +217,60 @@ def test_a_request_id_that_is_none_is_replaced(wire: Wire, sent: str) -> None:
     first, second = (answer.headers["x-request-id"] for answer in answers)
     assert first != second
     assert sent not in (first, second)
+
+
+def test_json_bodies_and_tensors_are_limited_more_than_others(wire: Wire) -> None:
+    """Base64 takes the whole service's time."""
+    limit = 1 << 24
+    connection = UnixConnection(wire._connection.path)
+    connection.putrequest("POST", FORWARD)
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(limit + 1))
+    connection.endheaders()
+    reply = connection.getresponse()
+    detail = json.loads(reply.read())["detail"]
+    connection.close()
+    assert reply.status == 413
+    assert detail.startswith(f"expected a body of at most {limit} bytes (JSON bodies")
+
+    created = wire.send("/v1/tensors", {"dtype": "float64", "shape": [limit // 8 + 1]})
+    path = f"/v1/tensors/{created.header['tensor']}"
+    refused(wire, lambda: wire.request("GET", path), "too_large", None, "octet-stream")
+    assert wire.request("GET", path, headers={"Accept": MSGPACK}).status == 200
+    wire.request("DELETE", path)
+
+    shapes = {"x": [3000, 1], "weight": [3000, 1]}
+    header = {
+        name: {
+            "dtype": "float32",
+            "shape": shape,
+            "data": base64.b64encode(bytes(12_000)).decode(),
+        }
+        for name, shape in shapes.items()
+    }
+
+    def request() -> Answer:
+        body = json.dumps(header).encode()
+        return wire.request("POST", FORWARD, body, {"Content-Type": "application/json"})
+
+    says = f"outputs.y: expected a tensor for 36000000 bytes ... at most {limit}"
+    refused(wire, request, "invalid_operands", "outputs.y", says)
+
+
+@pytest.mark.parametrize(
+    ("query", "operand"),
+    [
+        ("shape=1&shape=1", None),
+        ("shape=1_0", "shape"),
+        ("shape=%D9%A1", "shape"),
+        ("shape=+1", "shape"),
+    ],
+)
+def test_query_parameters_are_given_once_in_plain_digits(
+    wire: Wire, query: str, operand: str | None
+) -> None:
+    def request() -> Answer:
+        content = {"Content-Type": "application/octet-stream"}
+        return wire.request("POST", f"/v1/tensors?dtype=float32&{query}", bytes(40), content)
+
+    refused(wire, request, "malformed", operand, "shape: expected")

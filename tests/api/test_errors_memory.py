@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -208,3 +210,28 @@ def test_memory_of_a_freed_tensor_can_be_had_again(small: Wire) -> None:
         answer = small.send(TENSORS, {"dtype": "float32", "shape": [200_000]})
         assert answer.status == 201
         assert small.request("DELETE", f"{TENSORS}/{answer.header['tensor']}").status == 204
+
+
+def test_a_product_takes_no_more_memory_than_is_allowed(tmp_path: Path) -> None:
+    """Result, aux and the plan's scratch space are all that is as large as the result."""
+    script = f"""
+import resource, sys, threading
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import ml_dtypes, numpy as np
+from matmuld_client import Client
+from tests.local import running
+path = Path({str(tmp_path / "s")!r})
+with running(path, device="cpu", memory_limit=1 << 30), Client(f"unix:{{path}}") as client:
+    x = np.ones((8, 8), ml_dtypes.bfloat16)
+    client.linear(x, x, activation="gelu", save_aux=True, out="tensor")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    x = np.ones((9000, 1), ml_dtypes.bfloat16)
+    client.linear(x, x, activation="gelu", save_aux=True, out="tensor")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100
+    )
+    held = 2 * 9000 * 9000 * 2 + 9000 * 9000 * 4
+    assert int(result.stdout) * 1024 < held + (400 << 20)

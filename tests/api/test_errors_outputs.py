@@ -190,7 +190,8 @@ def test_a_result_that_no_payload_can_hold(wire: Wire) -> None:
         raw(column),
         code="invalid_operands",
         operand="outputs.y",
-        says="outputs.y: expected a tensor for 4294967296 bytes, a payload has at most 2^32 - 1",
+        says="outputs.y: expected a tensor for 4294967296 bytes, "
+        "a payload of this reply has at most 4294967295",
     )
 
 

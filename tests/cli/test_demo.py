@@ -38,11 +38,15 @@ def _number(label: str, text: str) -> float:
     return float(found[1])
 
 
-def test_a_folder_that_is_not_there_is_said_before_anything_is_trained() -> None:
+@pytest.mark.parametrize("folder", ["/nowhere", "/proc"])
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_trained(
+    folder: str,
+) -> None:
     began = monotonic()
-    ended = matmuld("demo", "--output", "/nowhere/image.png")
+    ended = matmuld("demo", "--output", f"{folder}/image.png")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "/nowhere" in ended.stderr
+    assert ended.stderr.startswith(f"matmuld: output: cannot write to {folder}: ")
+    assert ended.stderr.count("\n") == 1
     assert monotonic() - began < 10
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matmuld.engine.elementwise import TILE_BYTES
 from matmuld.engine.epilogs import TABLE, Epilog, aux_rows
 from matmuld.engine.protocol import Operands
 
@@ -135,6 +136,15 @@ def test_sums_of_thousands_beside_a_vector(
         operands, _ = outputs(bench, case)
         bench.run(operands, epilog)
         check(bench, case, operands, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("epilog", Epilog)
+def test_products_larger_than_a_tile(bench: Bench, epilog: Epilog) -> None:
+    case = Case(epilog, "float32", (2100, 3, 4300), ())
+    operands, _ = outputs(bench, case)
+    assert case.m * case.n * 4 > TILE_BYTES
+    bench.run(operands, epilog)
+    check(bench, case, operands, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("size", [(40, 60, 50), (40, 50, 60), (64, 1000, 4095), (8, 16, 32)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from matmuld_client import (
     Layer,
     NotFound,
     RemoteTensor,
+    Tape,
     UnknownHandle,
 )
 from matmuld_client.operations import Activation
@@ -269,6 +271,19 @@ def test_the_mask_of_a_linear_layer(client: Client, rng: np.random.Generator) ->
         client.put(x).mask()
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_an_aux_takes_other_contents(
+    client: Client, rng: np.random.Generator, activation: Activation
+) -> None:
+    x, weight = random(rng, (BATCH, IN), "float32"), random(rng, (OUT, IN), "float32")
+    _, aux = client.linear(x, weight, activation=activation, save_aux=True)
+    _, other = client.linear(-x, weight, activation=activation, save_aux=True)
+    aux.replace(other.numpy())
+    dy = random(rng, (BATCH, OUT), "float32")
+    expected = f64(dy) * activation_prime(activation, -f64(x) @ f64(weight).T)
+    close(client.linear_backward(dy=dy, aux=aux).dbias, expected.sum(0))
+
+
 def test_options_reach_the_planner(client: Client, rng: np.random.Generator) -> None:
     x, weight = random(rng, (BATCH, IN), "bfloat16"), random(rng, (OUT, IN), "bfloat16")
     y = client.linear(x, weight, options={"result_type": "float32"})
@@ -295,7 +310,37 @@ def test_what_is_stored_comes_back(
     np.testing.assert_array_equal(tensor.numpy(), array[::-1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("epilog", [None, "BIAS"])
+def test_a_view_is_fetched_as_what_it_shows(
+    client: Client, rng: np.random.Generator, dtype: str, epilog: Literal["BIAS"] | None
+) -> None:
+    a, b = random(rng, (2, 16, 8), dtype), random(rng, (2, 8, 24), dtype)
+    bias = None if epilog is None else random(rng, (16,), dtype)
+    d = client.matmul(a, b, epilog=epilog, bias=bias, out="tensor")
+    assert (d.strides[-1] == 1) is (epilog is None)
+    whole = d.numpy()
+    for view, expected in (
+        (d.T, whole.T),
+        (d.mT[:, 3:], whole.swapaxes(1, 2)[:, 3:]),
+        (d[1, 2::3, 4:20:5], whole[1, 2::3, 4:20:5]),
+        (d[..., -1], whole[..., -1]),
+        (d[:, 16:, 24:], whole[:, 16:, 24:]),
+        (d[0, 1, 2], whole[0, 1, 2]),
+    ):
+        shown = view.numpy()
+        assert shown.dtype == whole.dtype
+        assert shown.flags.c_contiguous
+        np.testing.assert_array_equal(shown, expected)
+
+
+def test_a_list_is_stored_like_the_array_it_makes(client: Client) -> None:
+    tensor = client.put([[1.0, 2.0]])  # type: ignore[arg-type]
+    np.testing.assert_array_equal(tensor.numpy(), [[1.0, 2.0]])
+
+
 def test_zeros_are_made_in_the_service(client: Client) -> None:
+    assert client.zeros(5).shape == client.zeros(np.int64(5)).shape == (5,)
     for dtype in ("bfloat16", np.float64):
         tensor = client.zeros((2, 3), dtype)
         assert not f64(tensor.numpy()).any()
@@ -323,12 +368,23 @@ def test_a_handle_is_shared_between_clients(client: Client, url: str) -> None:
     with Client(url) as other:
         handle = other.put(array).release()
     tensor = client.tensor(handle)
+    assert isinstance(tensor, RemoteTensor)
     np.testing.assert_array_equal(tensor.numpy(), array)
     tensor.free()
     with pytest.raises(Gone):
         client.tensor(handle)
     with pytest.raises(UnknownHandle):
         client.tensor("nothing")
+
+
+def test_a_tape_is_shared_between_clients(client: Client, url: str) -> None:
+    x = np.ones((2, 3))
+    with Client(url) as other:
+        handle = other.mlp(x, [Layer(x)], save_tape=True)[1].release()
+    tape = client.tensor(handle)
+    assert isinstance(tape, Tape)
+    gradients = client.mlp_backward(tape, dz=np.ones((2, 2)))
+    close(gradients.layers[0].dweight, np.full((2, 3), 2.0), "float64")
 
 
 def test_collected_and_left_tensors_are_freed(client: Client, url: str) -> None:

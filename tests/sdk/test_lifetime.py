@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -165,26 +166,105 @@ def test_a_service_that_went_away_does_not_disturb_closing() -> None:
         client.close()
 
 
-FORK = """
+def leave_all(url: str) -> None:
+    client = Client(url)
+    kept = client.put(ARRAY)
+    assert client.put(ARRAY).shape == kept.shape
+    client.put(ARRAY).release()
+
+
+def test_what_a_function_leaves_is_freed_at_its_end() -> None:
+    with storing() as (server, _):
+        leave_all(server.url)
+        assert sorted(freed(server)) == ["t0", "t1"]
+        server.wait_until_closed()
+
+
+def test_tensors_that_outlive_their_client_are_freed_with_the_last_of_them() -> None:
+    with storing() as (server, _):
+        client = Client(server.url)
+        first, second = client.put(ARRAY), client.put(ARRAY).T
+        del client, first
+        assert freed(server) == []
+        del second
+        assert sorted(freed(server)) == ["t0", "t1"]
+        server.wait_until_closed()
+
+
+def test_closing_leaves_nothing_to_be_done_later() -> None:
+    with storing() as (server, _):
+        client = Client(server.url)
+        tensor = client.put(ARRAY)
+        client.close()
+        assert freed(server) == ["t0"]
+        del client, tensor
+        assert freed(server) == ["t0"]
+
+
+SCRIPT = """
 import os, sys
 import numpy as np
 from matmuld_client import Client
 
-with Client(sys.argv[1]) as client:
-    tensor = client.put(np.zeros((2, 3), np.float32))
-    if os.fork() == 0:
-        own = client.put(np.zeros((2, 3), np.float32))
-        del tensor
-        client.tensor("shared")
-        client.close()
-        os._exit(0)
-    assert os.wait()[1] == 0
-    print("parent")
+client = Client(sys.argv[1], timeout=60)
+array = np.zeros((2, 3), np.float32)
+kept = client.put(array)
+client.put(array).release()
+last = client.put(array)
+del last
+"""
+ENDS = {"": "", "sys.exit()": "", "raise KeyError('end')": "KeyError: 'end'"}
+
+
+@pytest.mark.parametrize(("end", "says"), ENDS.items(), ids=["end", "exit", "uncaught"])
+def test_what_a_script_leaves_is_freed_at_its_end(end: str, says: str) -> None:
+    with storing() as (server, _):
+        command = [sys.executable, "-c", SCRIPT + end, server.url]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert sorted(freed(server)) == ["t0", "t2"]
+        assert run.stderr.strip().rpartition("\n")[2] == says
+
+
+def test_a_service_that_is_gone_at_the_end_is_passed_over_in_silence() -> None:
+    with storing() as (server, _):
+        command = [sys.executable, "-c", SCRIPT + "print(flush=True); input()", server.url]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as script:
+            assert script.stdout is not None
+            script.stdout.readline()
+            server.stop()
+            assert script.communicate("\n", timeout=30) == ("", "")
+        assert script.returncode == 0
+
+
+def test_a_service_that_is_silent_at_the_end_is_not_waited_for() -> None:
+    def serve(peer: Peer) -> None:
+        while (request := peer.request()) is not None:
+            if request.method == "POST":
+                peer.reply(b"".join(wire.pack({"tensor": f"t{request.body[-1]}", **METADATA})))
+
+    with loopback(serve) as server:
+        client = Client(server.url, timeout=60)
+        kept = [client.put(np.full((2, 3), i, np.float32)) for i in range(4)]
+        began = time.monotonic()
+        del client, kept
+        assert 1.9 < time.monotonic() - began < 6
+
+
+FORKED = """
+if os.fork() == 0:
+    own = client.put(array)
+    del kept
     client.tensor("shared")
+    {end}
+assert os.wait()[1] == 0
+client.tensor("shared")
 """
 
 
-def test_a_forked_child_frees_its_own_and_not_its_parents() -> None:
+@pytest.mark.parametrize("end", ["client.close(); os._exit(0)", "sys.exit()"])
+def test_a_forked_child_frees_its_own_and_not_its_parents(end: str) -> None:
     with storing() as (server, _):
-        subprocess.run([sys.executable, "-c", FORK, server.url], check=True, timeout=30)
-        assert freed(server) == ["t1", "t0"]  # the child's own, then the parent's at its close
+        command = [sys.executable, "-c", SCRIPT + FORKED.format(end=end), server.url]
+        subprocess.run(command, check=True, timeout=30)
+        assert freed(server) == ["t3", "t2", "t0"]  # the child's, what was dropped, what was kept

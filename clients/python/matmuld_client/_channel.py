@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -20,17 +22,26 @@ from .wire import Buffer
 Answer = tuple[dict[str, Any], list[memoryview]]
 """A reply's header and payloads."""
 
-_MSGPACK_FIELDS = f"Accept: {wire.MSGPACK}\r\nContent-Type: {wire.MSGPACK}\r\n"
+_ACCEPT = f"Accept: {wire.MSGPACK}\r\n"
+_MSGPACK_FIELDS = f"{_ACCEPT}Content-Type: {wire.MSGPACK}\r\n"
+
+
+_LAST_SECONDS = 2.0  # allowed for freeing what nobody closed, when it is collected or at exit
 
 
 class Channel:
-    """Requests to one service, their errors raised as exceptions."""
+    """Requests to one service, their errors raised as exceptions.
+
+    A client and its tensors share it. When the last of them is collected, and at the latest at the
+    end of the program, what it owns is freed as by `close`, but faster and without a word.
+    """
 
     def __init__(self, url: str, timeout: float) -> None:
         self._transport = Transport(url)
         self._timeout = timeout
         self._owned: dict[str, int] = {}  # handle: the process that came by it
         self._discarded: deque[str] = deque()
+        self._finalizer = weakref.finalize(self, _finalize, self._transport, self._owned)
 
     def post(
         self,
@@ -45,7 +56,7 @@ class Channel:
         return answer(self.request(method, target, _MSGPACK_FIELDS, body, timeout=timeout))
 
     def get(self, target: str, *, method: str = "GET") -> Answer:
-        return answer(self.request(method, target, f"Accept: {wire.MSGPACK}\r\n"))
+        return answer(self.request(method, target, _ACCEPT))
 
     def request(
         self,
@@ -71,7 +82,7 @@ class Channel:
         return reply
 
     def own(self, handle: str) -> None:
-        """From now on `handle` is freed at the latest when the channel is closed."""
+        """From now on `handle` is freed at the latest with the channel."""
         self._owned[handle] = os.getpid()
 
     def disown(self, handle: str) -> None:
@@ -82,23 +93,17 @@ class Channel:
 
         A copy that a forked child inherited, and now drops, is not the child's to free.
         """
-        if self._owned.pop(handle, None) == os.getpid():
+        if self._owned.get(handle) == os.getpid():
             self._discarded.append(handle)
 
     def free(self, handle: str) -> None:
-        self._free(handle, time.monotonic() + self._timeout)
+        _free(self._transport, handle, time.monotonic() + self._timeout)
         self.disown(handle)
 
     def close(self) -> None:
         """Free what this process owns, as far as the service can be reached, and disconnect."""
-        for handle in list(self._owned):
-            self.discard(handle)
-        try:
-            self._free_discarded(time.monotonic() + self._timeout)
-        except TransportError:
-            self._discarded.clear()  # the service is away; time will free them
-        finally:
-            self._transport.close()
+        self._finalizer.detach()
+        _close(self._transport, self._owned, time.monotonic() + self._timeout)
 
     def _free_discarded(self, deadline: float) -> None:
         """Free what was collected. What the service refuses to free is left to its time to live:
@@ -109,21 +114,41 @@ class Channel:
                 handle = self._discarded.pop()
             except IndexError:  # another thread may have taken the last
                 return
+            if self._owned.get(handle) != os.getpid():  # inherited by a forked child
+                continue
             try:
-                self._free(handle, deadline)
+                with suppress(RequestError):
+                    _free(self._transport, handle, deadline)
             except TransportError:
                 self._discarded.append(handle)
                 raise
-            except RequestError:
-                continue
+            self.disown(handle)
 
-    def _free(self, handle: str, deadline: float) -> None:
-        fields = f"Accept: {wire.MSGPACK}\r\n"
-        reply = self._transport.request("DELETE", f"/v1/tensors/{handle}", fields, (), deadline)
-        if not 200 <= reply.status < 300:
-            error = _error(reply)
-            if not isinstance(error, Gone | UnknownHandle):
-                raise error
+
+def _finalize(transport: Transport, owned: dict[str, int]) -> None:
+    with suppress(Exception):  # nobody is left to be told
+        _close(transport, owned, time.monotonic() + _LAST_SECONDS)
+
+
+def _close(transport: Transport, owned: dict[str, int], deadline: float) -> None:
+    try:
+        for handle, process in list(owned.items()):
+            if process == os.getpid():
+                with suppress(RequestError):
+                    _free(transport, handle, deadline)
+    except TransportError:
+        pass  # the service is away; time will free them
+    finally:
+        owned.clear()
+        transport.close()
+
+
+def _free(transport: Transport, handle: str, deadline: float) -> None:
+    reply = transport.request("DELETE", f"/v1/tensors/{handle}", _ACCEPT, (), deadline)
+    if not 200 <= reply.status < 300:
+        error = _error(reply)
+        if not isinstance(error, Gone | UnknownHandle):
+            raise error
 
 
 def answer(reply: Reply) -> Answer:

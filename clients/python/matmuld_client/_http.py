@@ -17,8 +17,8 @@ _IOV_MAX = 1024
 LONGEST_WAIT = 1e5  # seconds in one system call; also what "no limit" comes to
 
 
-class Unanswered(TransportError):
-    """The connection ended before the first byte of a reply."""
+class Unanswered(Exception):
+    """The connection ended before its reply did; callers of the transport never see it."""
 
 
 class Reply:

@@ -159,4 +159,8 @@ def _by_name(
 ) -> Mapping[str, Placement]:
     if out is None:
         return {}
-    return dict.fromkeys(names, out) if isinstance(out, str) else out
+    if isinstance(out, str):
+        return dict.fromkeys(names, out)
+    if not isinstance(out, Mapping):
+        raise TypeError(f"out: expected a place, or placements by name, got {type(out).__name__}")
+    return out

@@ -13,7 +13,10 @@ from .wire import DTYPES, row_major
 
 Array: TypeAlias = NDArray[Any]
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = {DTYPES[name]: name for name in ("float64", "float32", "float16", "bfloat16")}
+"""What operands are made of, by dtype."""
+AUX_DTYPES = {**FLOATS, DTYPES["uint8"]: "uint8"}
+"""What a backward pass needs may be bits, too."""
 
 
 def dtype_of(dtype: DTypeLike) -> np.dtype[Any]:
@@ -21,24 +24,28 @@ def dtype_of(dtype: DTypeLike) -> np.dtype[Any]:
     return DTYPES[dtype] if isinstance(dtype, str) and dtype in DTYPES else np.dtype(dtype)
 
 
-def dtype_name(dtype: np.dtype[Any], operand: str) -> str:
-    name = _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("<"))
+def dtype_name(
+    dtype: np.dtype[Any], operand: str, names: Mapping[np.dtype[Any], str] = FLOATS
+) -> str:
+    name = names.get(dtype) or names.get(dtype.newbyteorder("<"))
     if name is None:
-        expected = ", ".join(DTYPES)
+        expected = ", ".join(names.values())
         raise InvalidOperands(
             f"{operand}: expected one of {expected}, got {dtype}", operand=operand
         )
     return name
 
 
-def describe(array: Array, operand: str) -> tuple[dict[str, Any], Array]:
+def describe(
+    array: Array, operand: str, names: Mapping[np.dtype[Any], str] = FLOATS
+) -> tuple[dict[str, Any], Array]:
     """Dtype, shape and strides of `array` on the wire, and a row-major array of its bytes.
 
     Nothing is copied if the elements stand in one dense block, in whatever order of dimensions.
     """
-    name = _NAMES.get(array.dtype)
+    name = names.get(array.dtype)
     if name is None:
-        name = dtype_name(array.dtype, operand)
+        name = dtype_name(array.dtype, operand, names)
         array = array.astype(DTYPES[name])
     tensor: dict[str, Any] = {"dtype": name, "shape": array.shape}
     if array.flags.c_contiguous:

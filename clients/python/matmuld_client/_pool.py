@@ -26,10 +26,11 @@ class Transport:
         self._unix_path = ""
         self._prefix = ""
         host = "localhost"
-        if url.startswith("unix:"):
-            self._unix_path = url[len("unix:") :]
+        scheme, _, path = str(url).partition(":")
+        if scheme == "unix" and path:
+            self._unix_path = path
         else:
-            parts = urlsplit(url)
+            parts = urlsplit(str(url))
             if parts.scheme != "http" or not parts.hostname:
                 raise ValueError(f"expected http://host:port or unix:/path, got {url!r}")
             self._tcp_address = (parts.hostname, parts.port or 80)
@@ -56,19 +57,25 @@ class Transport:
             f"Content-Length: {length}\r\n\r\n"
         ).encode("ascii")
         parts, length = [head, *body], len(head) + length
-        connection = self._take_idle()
-        if connection is not None:
-            try:
-                return self._exchange(connection, parts, length, deadline)
-            except Unanswered:
-                if connection.sent and method not in _IDEMPOTENT:
-                    raise
-        return self._exchange(self._connect(deadline), parts, length, deadline)
+        try:
+            return self._ask(method in _IDEMPOTENT, parts, length, deadline)
+        except Unanswered as error:
+            raise TransportError(str(error)) from error.__cause__
 
     def close(self) -> None:
         self._closed = True
         while self._idle:
             self._idle.pop().close()
+
+    def _ask(self, twice: bool, parts: list[Buffer], length: int, deadline: float) -> Reply:
+        connection = self._take_idle()
+        if connection is not None:
+            try:
+                return self._exchange(connection, parts, length, deadline)
+            except Unanswered:
+                if connection.sent and not twice:
+                    raise
+        return self._exchange(self._connect(deadline), parts, length, deadline)
 
     def _exchange(
         self, connection: Connection, parts: list[Buffer], length: int, deadline: float

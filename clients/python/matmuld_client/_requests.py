@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._channel import Answer, Channel
-from ._payloads import Array, byte_view, describe, to_array
+from ._payloads import AUX_DTYPES, Array, byte_view, describe, to_array
 from .operations import Accumulate, Layer, LinearGradients, Operand, Placement
 from .tensors import RemoteTensor, Tape
 from .views import TensorView
@@ -40,6 +40,8 @@ class Request:
         return Results(channel, channel.post(target, self.header, self.payloads, timeout=timeout))
 
     def _layer(self, index: int, layer: Layer) -> dict[str, Any]:
+        if not isinstance(layer, Layer):
+            raise TypeError(f"layers[{index}]: expected a Layer, got {type(layer).__name__}")
         described: dict[str, Any] = {"activation": layer.activation}
         described["weight"] = self._tensor(f"layers[{index}].weight", layer.weight)
         if layer.bias is not None:
@@ -98,7 +100,9 @@ class Results:
 
 def placed(placements: Mapping[str, Placement | None]) -> dict[str, object]:
     """Placements as the header says them."""
-    return {name: _placement(where) for name, where in placements.items() if where is not None}
+    return {
+        name: _placement(name, where) for name, where in placements.items() if where is not None
+    }
 
 
 def template(value: object, name: str = "operand") -> object:
@@ -121,9 +125,10 @@ def _template_of(view: TensorView) -> dict[str, Any]:
 
 
 def _described(name: str, array: Array) -> tuple[dict[str, Any], Array]:
-    tensor, block = describe(array, name)
-    if name.endswith("aux"):
-        tensor["kind"] = _aux_kind(name, block)
+    if not name.endswith("aux"):
+        return describe(array, name)
+    tensor, block = describe(array, name, AUX_DTYPES)
+    tensor["kind"] = _aux_kind(name, block)
     return tensor, block
 
 
@@ -133,13 +138,15 @@ def _aux_kind(name: str, aux: Array) -> str:
     return "relu_aux" if aux.dtype == np.uint8 else "gelu_aux"
 
 
-def _placement(placement: Placement) -> object:
-    if isinstance(placement, RemoteTensor):
-        return {"tensor": placement.handle}
+def _placement(name: str, placement: Placement) -> object:
+    if isinstance(placement, str):
+        return "payload" if placement == "array" else placement
+    target = placement.tensor if isinstance(placement, Accumulate) else placement
+    if not isinstance(target, RemoteTensor):
+        raise TypeError(
+            f"{name}: expected 'array', 'tensor' or a RemoteTensor for the result, "
+            f"got {type(target).__name__}"
+        )
     if isinstance(placement, Accumulate):
-        return {
-            "tensor": placement.tensor.handle,
-            "alpha": placement.alpha,
-            "beta": placement.beta,
-        }
-    return "payload" if placement == "array" else placement
+        return {"tensor": target.handle, "alpha": placement.alpha, "beta": placement.beta}
+    return {"tensor": target.handle}

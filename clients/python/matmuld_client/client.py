@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ._mlp import MLPOperations
 from ._payloads import Array, dtype_name, dtype_of
 from ._requests import Request, template
 from .errors import DeviceLost, Draining, TransportError
-from .tensors import RemoteTensor, upload
+from .tensors import RemoteTensor, Tape, upload
 
 if TYPE_CHECKING:
     from typing import Self
@@ -28,7 +29,14 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
     All operands of one operation have one dtype: float64, float32, float16 or bfloat16 (that of
     ml_dtypes). An operand is a NumPy array or a `RemoteTensor`; results are NumPy arrays unless
     `out` says otherwise. Every method raises a `RequestError` if the service refuses, by which
-    nothing is changed, and a `TransportError` if no answer comes.
+    nothing is changed, and a `TransportError` if no answer comes, a `Timeout` if not in time. It is
+    then unknown whether the request was carried out: results that only went to the caller may be
+    asked for again, and so may contents that replace others, but do not blindly repeat what writes
+    by adding to what was there, an `Accumulate` above all; read the tensor first. A tensor stored
+    by such a request has no owner, and expires.
+
+    What was stored is freed when the client is closed, or, if nobody closes it, when it and its
+    tensors are collected or the program ends; of a program that is killed, it expires.
 
     Args:
         url: "http://host:port" or "unix:/path".
@@ -86,25 +94,28 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
 
     def zeros(
         self,
-        shape: Sequence[int],
+        shape: int | Sequence[int],
         dtype: DTypeLike = np.float32,
         *,
         pinned: bool = False,
         ttl: float | None = None,
     ) -> RemoteTensor:
         """Store zeros without sending them; see `put`."""
-        request = Request(shape=list(shape), pinned=pinned, ttl_s=ttl)
+        extents = [shape] if isinstance(shape, int | np.integer) else shape
+        request = Request(shape=list(map(index, extents)), pinned=pinned, ttl_s=ttl)
         request.header["dtype"] = dtype_name(dtype_of(dtype), "dtype")
         return RemoteTensor(self._channel, self._channel.post("/v1/tensors", request.header)[0])
 
-    def tensor(self, handle: str) -> RemoteTensor:
-        """A tensor that another client stored; it is not freed when this object is collected.
+    def tensor(self, handle: str) -> RemoteTensor | Tape:
+        """What another client stored; it is not freed when this object is collected.
 
         Raises:
             UnknownHandle: there is none.
             Gone: it was freed or has expired.
         """
         metadata = self._channel.get(f"/v1/tensors/{handle}/metadata")[0]
+        if metadata["kind"] == "tape":
+            return Tape(self._channel, handle, owned=False)
         return RemoteTensor(self._channel, metadata, owned=False)
 
     def tensors(self) -> list[dict[str, Any]]:

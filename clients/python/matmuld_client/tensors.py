@@ -13,7 +13,7 @@ import numpy as np
 
 from . import wire
 from ._channel import Channel, answer
-from ._payloads import Array, byte_view, describe, to_array
+from ._payloads import AUX_DTYPES, Array, byte_view, describe, to_array
 from .errors import Gone, InvalidOperands, TransportError
 from .views import Key, TensorView
 
@@ -91,8 +91,8 @@ class RemoteTensor(_Held):
     """A tensor that the service holds; an operand like any array, but not sent.
 
     It is freed at the end of a `with` block, by `free`, or when it is collected: then with the
-    client's next request, or when the client is closed. `release` keeps it. A slice, `T` and `mT`
-    are views of it, which are operands too.
+    client's next request, or with the client. `release` keeps it. A slice, `T` and `mT` are views
+    of it, which are operands too.
 
     Attributes:
         shape: its dimensions.
@@ -150,7 +150,13 @@ class RemoteTensor(_Held):
                 f"value: expected {self.dtype}{self.shape}, got {array.dtype}{array.shape}",
                 operand="value",
             )
-        upload(self._channel, "PUT", self._target, array, {}, timeout)
+        if self.kind == "tensor":
+            upload(self._channel, "PUT", self._target, array, {}, timeout)
+            return
+        tensor, block = describe(array, "value", AUX_DTYPES)
+        header = {"value": {**tensor, "kind": self.kind, "payload": 0}}
+        payloads = [byte_view(block)]
+        self._channel.post(self._target, header, payloads, method="PUT", timeout=timeout)
 
     def keep(self, *, pinned: bool | None = None, ttl: float | None = None) -> None:
         """Change how long the service keeps it unused.

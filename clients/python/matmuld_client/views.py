@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from operator import index
+from types import EllipsisType
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from ._payloads import Array
 
 if TYPE_CHECKING:
     from .tensors import RemoteTensor
 
-Key: TypeAlias = int | slice | tuple[int | slice, ...]
+Index: TypeAlias = SupportsIndex | slice
+Key: TypeAlias = Index | EllipsisType | tuple[Index | EllipsisType, ...]
 
 
 @dataclass(frozen=True)
@@ -42,28 +50,70 @@ class TensorView:
         return TensorView(self.tensor, shape, strides, self.offset)
 
     def __getitem__(self, key: Key) -> TensorView:
-        """A part of it, by integers and slices with steps above zero.
+        """A part of it, by integers, slices with steps above zero, and an ellipsis.
 
         Raises:
             IndexError: there is no such part.
+            TypeError: the index is of another kind.
         """
-        keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) > len(self.shape):
-            raise IndexError(f"{len(keys)} indices for {len(self.shape)} dimensions")
         kept, offset = [], self.offset
-        for part, extent, stride in zip(keys, self.shape, self.strides, strict=False):
+        indices = _for_each_dimension(key, len(self.shape))
+        for part, extent, stride in zip(indices, self.shape, self.strides, strict=True):
             start, length, step = _span(part, extent)
             offset += start * stride
             if isinstance(part, slice):
                 kept.append((length, step * stride))
-        kept += zip(self.shape[len(keys) :], self.strides[len(keys) :], strict=True)
         shape, strides = tuple(n for n, _ in kept), tuple(stride for _, stride in kept)
         return TensorView(self.tensor, shape, strides, offset)
+
+    def numpy(self, *, timeout: float | None = None) -> Array:
+        """What it shows, row-major, in memory of its own; the whole tensor is fetched for it.
+
+        Args:
+            timeout: seconds; default: the client's.
+
+        Raises:
+            Gone: the tensor was freed or has expired.
+        """
+        whole, itemsize = self.tensor, self.tensor.dtype.itemsize
+        memory = np.empty(whole.nbytes, np.uint8)
+        held = [stride * itemsize for stride in whole.strides]
+        np.ndarray(whole.shape, whole.dtype, memory, 0, held)[...] = whole.numpy(timeout=timeout)
+        shown = [stride * itemsize for stride in self.strides]
+        offset = self.offset * itemsize
+        view: Array = np.ndarray(self.shape, whole.dtype, memory, offset, shown)
+        return view.copy()
+
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
+        raise TypeError("a TensorView is not fetched implicitly; call numpy()")
 
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("a view without dimensions has no length")
         return self.shape[0]
+
+
+def _for_each_dimension(key: Key, dimensions: int) -> list[int | slice]:
+    """One index for each dimension: an ellipsis, and what is left out, stand for whole ones."""
+    keys = key if isinstance(key, tuple) else (key,)
+    at = next((i for i, part in enumerate(keys) if part is ...), len(keys))
+    before, after = list(map(_index, keys[:at])), list(map(_index, keys[at + 1 :]))
+    left = dimensions - len(before) - len(after)
+    if left < 0:
+        raise IndexError(f"{dimensions - left} indices for {dimensions} dimensions")
+    return [*before, *[slice(None)] * left, *after]
+
+
+def _index(part: Index | EllipsisType) -> int | slice:
+    if isinstance(part, slice):
+        return part
+    if isinstance(part, SupportsIndex) and not isinstance(part, bool | np.bool_):
+        with suppress(TypeError):  # an array of several
+            return index(part)
+    raise TypeError(
+        "only integers, slices (`:`) and one ellipsis (`...`) are valid indices, "
+        f"got {type(part).__name__}"
+    )
 
 
 def _span(part: int | slice, extent: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..settings import Device
-from .failure import Failure
+from .failure import Failure, try_folder, writing
 
 if TYPE_CHECKING:
     from .training import History, Training
@@ -39,8 +39,7 @@ class Demo(BaseModel):
             raise Failure(f"{error.name} is missing: pip install 'matmuld[demo]'") from error
         from .server import child
 
-        if not self.output.parent.is_dir():
-            raise Failure(f"output: no such folder: {self.output.parent}")
+        try_folder(self.output.parent)
         console = Console()
         with child(self.device) as client:
             engine = client.info()["engine"]
@@ -50,7 +49,8 @@ class Demo(BaseModel):
             history = _train(training, console)
             pool = client.plans()["stats"]
         console.print(_summary(history, pool))
-        draw(history, self.output)
+        with writing(self.output):
+            draw(history, self.output)
         console.print(f"drawn: {self.output}")
         if history.accuracy[-1] < ENOUGH:
             raise Failure(f"test accuracy: expected {ENOUGH:.0%}, got {history.accuracy[-1]:.1%}")

@@ -40,7 +40,10 @@ class CpuPlan:
 
     path = "numpy"
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(
+        self, signature: Signature, empty: Callable[[Sequence[int], np.dtype[Any]], Array]
+    ) -> None:
+        """Scratch space comes from `empty`. Raises OutOfMemory."""
         d = signature.d
         self._epilog = signature.epilog
         self._column_major = d.strides[-2] == 1 and d.shape[-1] > 1
@@ -48,11 +51,11 @@ class CpuPlan:
         self._compute = elementwise.accumulator_dtype(result)
         self._a = self._b = self._product = None
         if signature.a.dtype != self._compute.name:
-            self._a = np.empty(signature.a.shape, self._compute)
-            self._b = np.empty(signature.b.shape, self._compute)
+            self._a = empty(signature.a.shape, self._compute)
+            self._b = empty(signature.b.shape, self._compute)
         if result != self._compute:
             shape = (*d.shape[:-2], d.shape[-1], d.shape[-2]) if self._column_major else d.shape
-            product = np.empty(shape, self._compute)
+            product = empty(shape, self._compute)
             self._product = elementwise.swap(product) if self._column_major else product
         self.nbytes = sum(x.nbytes for x in (self._a, self._b, self._product) if x is not None)
         self.is_short = signature.flops + 4 * self.nbytes <= INLINE_WORK
@@ -176,7 +179,7 @@ class CpuEngine:
         return np.ndarray(shape, array.dtype, array, offset * itemsize, steps)
 
     async def plan(self, signature: Signature, operands: Operands) -> Plan:
-        return CpuPlan(signature)
+        return CpuPlan(signature, self.empty)
 
     async def run(self, plan: Plan, operands: Operands) -> None:
         if isinstance(plan, CpuPlan) and plan.is_short:

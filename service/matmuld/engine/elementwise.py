@@ -8,13 +8,16 @@ is that of NaN; ReLU passes NaN on.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .epilogs import TABLE, AuxKind, Epilog, aux_rows
+from .epilogs import TABLE, AuxKind, Epilog, Row, aux_rows
 from .protocol import Array, Operands
 
+TILE_BYTES = 1 << 25
 _GELU_SCALE = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
 
@@ -77,6 +80,14 @@ def activation_gradient(xp: Any, kind: AuxKind, gradient: Array, aux: Array) -> 
     return gradient * gelu_derivative(xp, aux[..., :m, :].astype(gradient.dtype))
 
 
+def tiles(array: Array) -> Iterator[slice]:
+    """Columns at a time, so that temporaries stay small whatever the array's size."""
+    columns = array.shape[-1]
+    step = max(TILE_BYTES * columns // max(array.nbytes, 1), 1)
+    for start in range(0, columns, step):
+        yield slice(start, start + step)
+
+
 def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
     """Apply `epilog` to ``product = alpha · a @ b``, in the accumulator's type, and write every
     output.
@@ -84,6 +95,26 @@ def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
     `product` may be `operands.d` itself.
     """
     row, o = TABLE[epilog], operands
+    if product.nbytes <= TILE_BYTES:
+        _finish_tile(xp, row, product, o, in_place=product is o.d)
+    else:
+        for part in tiles(product):
+            tile = replace(
+                o,
+                d=o.d[..., part],
+                c=None if o.c is None else o.c[..., part],
+                aux=None if o.aux is None else o.aux[..., part],
+            )
+            _finish_tile(xp, row, product[..., part], tile, in_place=product is o.d)
+    if row.gradient is not None:
+        summed, axis = {"d": (product, -1), "a": (o.a, -1), "b": (o.b, -2)}[row.gradient]
+        total = summed.astype(product.dtype, copy=False).sum(axis=axis)
+        assert o.vector is not None
+        o.vector[...] = total if o.vector.ndim == 1 else total[..., None]
+
+
+def _finish_tile(xp: Any, row: Row, product: Array, o: Operands, *, in_place: bool) -> None:
+    """Some columns of all that the epilog makes, but for its sums."""
     dtype = product.dtype
     if o.c is not None and o.beta:
         product += dtype.type(o.beta) * o.c.astype(dtype, copy=False)
@@ -100,13 +131,8 @@ def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
         product[...] = gelu(xp, product)
     if row.aux_in is not None:
         product[...] = activation_gradient(xp, row.aux_in, product, o.aux)
-    if product is not o.d:
+    if not in_place:
         o.d[...] = product
-    if row.gradient is not None:
-        summed, axis = {"d": (product, -1), "a": (o.a, -1), "b": (o.b, -2)}[row.gradient]
-        total = summed.astype(dtype, copy=False).sum(axis=axis)
-        assert o.vector is not None
-        o.vector[...] = total if o.vector.ndim == 1 else total[..., None]
 
 
 def as_column(vector: Array) -> Array:

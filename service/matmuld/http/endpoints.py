@@ -66,7 +66,7 @@ def operation(name: str) -> Answer:
         known = service.steps.find(name, tenant, body) if packed else None
         if known is None:
             header, payloads, end = exchange.understand(model, body)
-            step = check(service.inputs(tenant), header)
+            step = check(service.inputs(tenant, exchange.payload_limit), header)
             if packed:
                 service.steps.keep(name, tenant, body, end, step)
         else:
@@ -77,6 +77,9 @@ def operation(name: str) -> Answer:
         reply = await call.perform(step)
         spent = timing.plan + timing.compute + timing.copy
         timing.queue = max(perf_counter() - began - spent, 0.0)
+        if call.created and await exchange.is_abandoned():
+            call.undo()
+            raise Disconnected
         await exchange.reply(*reply)
 
     answer.__doc__ = check.__doc__

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from matmuld_client.errors import Conflict, Malformed, TooLarge
-from matmuld_client.wire import DTYPES, OCTETS, PAYLOAD_LIMIT
+from matmuld_client.wire import DTYPES, OCTETS
 
 from ..calls import Call, describe, laid_out_as
 from ..engine.elementwise import assign, read_mask, swap
@@ -20,7 +20,7 @@ from ..operands import FLOATS, Inputs, Operand, described
 from ..operations.mlp import Tape
 from ..schemas import CreateTensor, ReplaceTensor, Tensor, TensorLife
 from ..service import Service
-from .exchange import Exchange
+from .exchange import Disconnected, Exchange
 
 CHUNK_BYTES = 4 << 20
 HOLDABLE = (*FLOATS, "uint8")
@@ -38,6 +38,9 @@ async def create(service: Service, exchange: Exchange) -> None:
         resident = service.runtime.store.add(
             exchange.tenant, array, kind=kind, pinned=header.pinned, ttl=header.ttl_s
         )
+    if await exchange.is_abandoned():
+        service.runtime.store.free(resident)
+        raise Disconnected
     await exchange.reply(metadata(resident), status=201)
 
 
@@ -168,8 +171,8 @@ async def read(service: Service, exchange: Exchange) -> None:
         }
         await exchange.raw(engine.chunks(array, CHUNK_BYTES), array.nbytes, headers)
         return
-    if array.nbytes > PAYLOAD_LIMIT:
-        raise TooLarge(f"expected Accept: {OCTETS} for {array.nbytes} bytes, got a payload's form")
+    if array.nbytes > exchange.payload_limit:
+        raise TooLarge(f"expected Accept: {OCTETS} for {array.nbytes} bytes, got {exchange.form}")
     (value,), _ = await engine.download([array])
     await exchange.reply({"value": {**describe(array), "payload": 0}}, [value])
 
@@ -181,10 +184,19 @@ async def mask(service: Service, exchange: Exchange) -> None:
         raise Conflict(f"expected a relu_aux, {resident.handle} is a {resident.kind}")
     engine, aux = service.runtime.engine, resident.value
     rows = aux.shape[-2] * 8 if resident.rows is None else resident.rows
-    bits = await engine.call(8 * aux.nbytes, read_mask, engine.xp, aux, rows)
-    unpacked = engine.xp.ascontiguousarray(swap(bits)).astype(bool)
+    nbytes = rows * aux.size // aux.shape[-2]
+    if nbytes > exchange.payload_limit:
+        raise TooLarge(
+            f"expected a mask of at most {exchange.payload_limit} bytes in {exchange.form}, "
+            f"this one has {nbytes}"
+        )
+    unpacked = await engine.call(8 * aux.nbytes, _unpacked, engine.xp, aux, rows)
     (value,), _ = await engine.download([unpacked])
     await exchange.reply({"value": {**describe(unpacked), "payload": 0}}, [value])
+
+
+def _unpacked(xp: Any, aux: Array, rows: int) -> Array:
+    return xp.ascontiguousarray(swap(read_mask(xp, aux, rows))).astype(bool)
 
 
 async def replace(service: Service, exchange: Exchange) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands
-from matmuld_client.wire import PAYLOAD_LIMIT
 
 from ..calls import Call
 from ..engine.elementwise import assign, aux_shape, swap
@@ -149,9 +148,10 @@ def output(
             raise InvalidOperands(f"{path}: alpha and beta are for dweight and dbias", operand=path)
         inputs.target(path, placement, shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    if placement == "payload" and nbytes > PAYLOAD_LIMIT:
+    if placement == "payload" and nbytes > inputs.payload_limit:
         raise InvalidOperands(
-            f"{path}: expected a tensor for {nbytes} bytes, a payload has at most 2^32 - 1",
+            f"{path}: expected a tensor for {nbytes} bytes, "
+            f"a payload of this reply has at most {inputs.payload_limit}",
             operand=path,
         )
     return placement

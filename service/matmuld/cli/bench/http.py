@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ...settings import Device
-from ..failure import Failure
+from ..failure import Failure, try_folder, writing
 from .report import draw, render
 from .results import CELLS, HttpResults, Measurement
 
@@ -30,15 +30,20 @@ class HttpBench(BaseModel):
 
     device: Device = Field("cpu", description="auto, cpu or cuda:N")
     rounds: PositiveInt = Field(12, description="every cell is measured once a round")
-    seconds: PositiveFloat = Field(0.3, description="for each cell of a round")
+    seconds: PositiveFloat = Field(0.3, allow_inf_nan=False, description="for each cell of a round")
     output: Path = Field(Path("docs/benchmarks"), description="folder for a JSON file and a chart")
 
     def run(self) -> int:
         console = Console()
+        with writing(self.output):
+            self.output.mkdir(parents=True, exist_ok=True)
+        try_folder(self.output)
         device, measurements = self._measure(Console(stderr=True))
         results = HttpResults.of(device, measurements, rounds=self.rounds, seconds=self.seconds)
         console.print(render(results))
-        for path in self._write(results):
+        with writing(self.output):
+            paths = self._write(results)
+        for path in paths:
             console.print(f"wrote {path}")
         return 0
 
@@ -63,7 +68,6 @@ class HttpBench(BaseModel):
 
     def _write(self, results: HttpResults) -> list[Path]:
         """The JSON file and, where Matplotlib is installed, the chart."""
-        self.output.mkdir(parents=True, exist_ok=True)
         name = f"http-{results.device['device'].replace(':', '')}"
         path = self.output / f"{name}.json"
         path.write_text(results.model_dump_json(indent=2) + "\n")

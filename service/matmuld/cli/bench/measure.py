@@ -47,7 +47,7 @@ def main(device: str, rounds: int, seconds: float) -> None:
             for cell in CELLS[start:] + CELLS[:start]:
                 steal.share()
                 took = found[cell].measure(seconds)
-                measurement = Measurement.of(cell, number, took, steal.share())
+                measurement = Measurement.of(cell, took, steal.share())
                 print(measurement.model_dump_json(), flush=True)
 
 

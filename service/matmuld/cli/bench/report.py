@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .results import ECHO_FACTOR, SIZES, Bar, HttpResults, Server, Transport
+from .results import ECHO_FACTOR, SIZES, Bar, HttpResults, Product, Server, Transport
 
 LABELS: dict[Server, str] = {
     "numpy": "NumPy alone",
@@ -20,12 +20,17 @@ LABELS: dict[Server, str] = {
     "matmuld": "matmuld",
     "sdk": "matmuld SDK",
 }
+_PRODUCTS: dict[Product, str] = {
+    "served": "(ASGI product - echo)",
+    "alone": "NumPy alone",
+}
+_MARKERS: dict[Product, str] = {"served": "|", "alone": "x"}
 _COLORS: dict[Transport, str] = {"direct": "0.6", "tcp": "tab:blue", "unix": "tab:orange"}
 _OFFSETS: dict[Transport, float] = {"direct": 0.0, "tcp": -0.2, "unix": 0.2}
 
 
 def render(results: HttpResults) -> Group:
-    """The medians, cell by cell, and whether the bars hold."""
+    """The medians, cell by cell, and by how much the bars are held or missed."""
     title = f"µs a request, the medians of {results.rounds} rounds of {results.seconds:g} s"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for name in ("size", "over", "server"):
@@ -49,15 +54,23 @@ def render(results: HttpResults) -> Group:
 
 
 def _sentence(bar: Bar) -> Text:
+    over = bar.p50_us - bar.limit_us
+    verdict = (
+        f"{'held' if bar.holds else 'missed'} by {abs(over):.1f} ({abs(over) / bar.limit_us:.0%})"
+    )
     return Text(
         f"{bar.size} over {bar.transport}: p50 {bar.p50_us:.1f}, "
-        f"{ECHO_FACTOR} · echo + NumPy is {bar.limit_us:.1f}; less NumPy, {bar.echoes:.2f} echoes",
+        f"{_limit(bar.product)} is {bar.limit_us:.1f}: {verdict}",
         style="green" if bar.holds else "red",
     )
 
 
+def _limit(product: Product) -> str:
+    return f"{ECHO_FACTOR} · echo + {_PRODUCTS[product]}"
+
+
 def draw(results: HttpResults, path: Path) -> None:
-    """A chart of p50, with a line up to p90, and a mark where the bar of `matmuld` is."""
+    """A chart of p50, with a line up to p90, and marks where the bars of `matmuld` are."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -73,7 +86,7 @@ def draw(results: HttpResults, path: Path) -> None:
         for bar in results.bars:
             if bar.size == size:
                 height = rows.index("matmuld") + _OFFSETS[bar.transport]
-                axes.plot(bar.limit_us, height, "k|", markersize=14)
+                axes.plot(bar.limit_us, height, _MARKERS[bar.product], color="k", markersize=8)
         axes.set_title(f"one float32 row, {size} → {size}, bias and ReLU", loc="left")
         axes.set_yticks(range(len(rows)), LABELS.values())
         axes.invert_yaxis()
@@ -83,12 +96,13 @@ def draw(results: HttpResults, path: Path) -> None:
     figure.legend(
         handles=[
             *(Patch(color=color, label=transport) for transport, color in _COLORS.items()),
-            Line2D(
-                [], [], color="k", marker="|", linestyle="", label=f"{ECHO_FACTOR} · echo + NumPy"
+            *(
+                Line2D([], [], color="k", marker=marker, linestyle="", label=_limit(product))
+                for product, marker in _MARKERS.items()
             ),
         ],
         loc="outside upper right",
-        ncols=4,
+        ncols=5,
         frameon=False,
     )
     figure.savefig(path, dpi=120)

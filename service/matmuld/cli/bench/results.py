@@ -7,8 +7,9 @@ import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ... import __version__
 
 Server = Literal["numpy", "asgi", "fastapi", "product", "matmuld", "sdk"]
 Transport = Literal["direct", "tcp", "unix"]
+Product = Literal["served", "alone"]
 
 SIZES = (64, 1024)
 SERVERS: tuple[Server, ...] = ("asgi", "fastapi", "product", "matmuld", "sdk")
@@ -47,8 +49,10 @@ CELLS = [
 ]
 
 
-class Latency(BaseModel):
-    """Of requests one after the other, in µs: a round's, or the median over the rounds."""
+class Measurement(BaseModel):
+    """Requests to one cell in one round, one after the other. `steal` is the share of the cores'
+    time that the hypervisor took.
+    """
 
     server: Server
     transport: Transport
@@ -57,21 +61,15 @@ class Latency(BaseModel):
     p50_us: float
     p90_us: float
     p99_us: float
+    requests: int
+    steal: float
 
     @property
     def cell(self) -> Cell:
         return Cell(self.server, self.transport, self.size)
 
-
-class Measurement(Latency):
-    """One cell in one round. `steal` is the share of the cores' time that the hypervisor took."""
-
-    round: int
-    requests: int
-    steal: float
-
     @classmethod
-    def of(cls, cell: Cell, round: int, seconds: Sequence[float], steal: float) -> Measurement:
+    def of(cls, cell: Cell, seconds: Sequence[float], steal: float) -> Measurement:
         us = np.array(seconds) * 1e6
         mean, p50, p90, p99 = np.round([us.mean(), *np.percentile(us, (50, 90, 99))], 1).tolist()
         return cls(
@@ -80,23 +78,44 @@ class Measurement(Latency):
             p50_us=p50,
             p90_us=p90,
             p99_us=p99,
-            round=round,
             requests=len(seconds),
             steal=steal,
         )
 
 
-class Bar(BaseModel):
-    """Whether a hot route holds: p50 ≤ ECHO_FACTOR · p50 of the echo + p50 of NumPy.
+class Summary(Measurement):
+    """One cell over its rounds: medians of the latencies, all requests, the mean of `steal`."""
 
-    `echoes` is what it takes beside NumPy's time, in echoes.
+    p50_range_us: tuple[float, float]
+    """The least and the greatest of a round."""
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Measurement]) -> Summary:
+        p50 = [measured.p50_us for measured in rounds]
+        return cls(
+            **rounds[0].cell._asdict(),
+            **{
+                name: round(median(getattr(measured, name) for measured in rounds), 1)
+                for name in ("mean_us", "p50_us", "p90_us", "p99_us")
+            },
+            requests=sum(measured.requests for measured in rounds),
+            steal=round(mean(measured.steal for measured in rounds), 4),
+            p50_range_us=(min(p50), max(p50)),
+        )
+
+
+class Bar(BaseModel):
+    """Whether a hot route holds: p50 ≤ ECHO_FACTOR · p50 of the echo + what the product costs.
+
+    That is either what it adds to an echo where a server makes it, or what NumPy takes for it alone
+    in a hot loop.
     """
 
     transport: Transport
     size: int
+    product: Product
     p50_us: float
     limit_us: float
-    echoes: float
 
     @property
     def holds(self) -> bool:
@@ -113,15 +132,14 @@ class HttpResults(BaseModel):
     versions: dict[str, str]
     seconds: float
     rounds: int
-    summary: list[Latency]
+    summary: list[Summary]
     bars: list[Bar]
-    measurements: list[Measurement]
 
     @classmethod
     def of(
         cls, device: dict[str, Any], measurements: list[Measurement], *, rounds: int, seconds: float
     ) -> HttpResults:
-        summary = medians(measurements)
+        summary = summarized(measurements)
         return cls(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             device=device,
@@ -139,42 +157,35 @@ class HttpResults(BaseModel):
             rounds=rounds,
             summary=summary,
             bars=bars(summary) if device["device"] == "cpu" else [],
-            measurements=measurements,
         )
 
 
-def medians(measurements: Sequence[Measurement]) -> list[Latency]:
-    """Each cell's figures, the median over its rounds."""
+def summarized(measurements: Sequence[Measurement]) -> list[Summary]:
+    """Every cell over its rounds."""
     rounds: dict[Cell, list[Measurement]] = {}
     for measurement in measurements:
         rounds.setdefault(measurement.cell, []).append(measurement)
-    return [
-        Latency(
-            **cell._asdict(),
-            **{
-                name: round(median(getattr(measurement, name) for measurement in rounds[cell]), 1)
-                for name in ("mean_us", "p50_us", "p90_us", "p99_us")
-            },
-        )
-        for cell in CELLS
-    ]
+    return [Summary.of_rounds(rounds[cell]) for cell in CELLS]
 
 
-def bars(summary: Sequence[Latency]) -> list[Bar]:
-    """The bar of every transport and size. NumPy is in it, so it is one for the CPU engine."""
-    p50 = {latency.cell: latency.p50_us for latency in summary}
+def bars(summary: Sequence[Summary]) -> list[Bar]:
+    """Both bars of every transport and size. NumPy is in them, so they are for the CPU engine."""
+    p50 = {cell.cell: cell.p50_us for cell in summary}
     result = []
-    for size in SIZES:
-        product = p50[Cell("numpy", "direct", size)]
-        for transport in TRANSPORTS:
-            echo, route = (p50[Cell(server, transport, size)] for server in ("asgi", "matmuld"))
+    for size, transport in product(SIZES, TRANSPORTS):
+        echo = p50[Cell("asgi", transport, size)]
+        costs: dict[Product, float] = {
+            "served": p50[Cell("product", transport, size)] - echo,
+            "alone": p50[Cell("numpy", "direct", size)],
+        }
+        for kind, cost in costs.items():
             result.append(
                 Bar(
                     transport=transport,
                     size=size,
-                    p50_us=route,
-                    limit_us=round(ECHO_FACTOR * echo + product, 1),
-                    echoes=round((route - product) / echo, 2),
+                    product=kind,
+                    p50_us=p50[Cell("matmuld", transport, size)],
+                    limit_us=round(ECHO_FACTOR * echo + cost, 1),
                 )
             )
     return result
