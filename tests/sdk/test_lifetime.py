@@ -191,16 +191,6 @@ def test_tensors_that_outlive_their_client_are_freed_with_the_last_of_them() -> 
         server.wait_until_closed()
 
 
-def test_closing_leaves_nothing_to_be_done_later() -> None:
-    with storing() as (server, _):
-        client = Client(server.url)
-        tensor = client.put(ARRAY)
-        client.close()
-        assert freed(server) == ["t0"]
-        del client, tensor
-        assert freed(server) == ["t0"]
-
-
 SCRIPT = """
 import os, sys
 import numpy as np

@@ -24,8 +24,6 @@ Answer = tuple[dict[str, Any], list[memoryview]]
 
 _ACCEPT = f"Accept: {wire.MSGPACK}\r\n"
 _MSGPACK_FIELDS = f"{_ACCEPT}Content-Type: {wire.MSGPACK}\r\n"
-
-
 _LAST_SECONDS = 2.0  # allowed for freeing what nobody closed, when it is collected or at exit
 
 
@@ -139,7 +137,6 @@ def _close(transport: Transport, owned: dict[str, int], deadline: float) -> None
     except TransportError:
         pass  # the service is away; time will free them
     finally:
-        owned.clear()
         transport.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -29,14 +29,14 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
     All operands of one operation have one dtype: float64, float32, float16 or bfloat16 (that of
     ml_dtypes). An operand is a NumPy array or a `RemoteTensor`; results are NumPy arrays unless
     `out` says otherwise. Every method raises a `RequestError` if the service refuses, by which
-    nothing is changed, and a `TransportError` if no answer comes, a `Timeout` if not in time. It is
-    then unknown whether the request was carried out: results that only went to the caller may be
-    asked for again, and so may contents that replace others, but do not blindly repeat what writes
-    by adding to what was there, an `Accumulate` above all; read the tensor first. A tensor stored
-    by such a request has no owner, and expires.
+    nothing is changed, and a `TransportError` if no answer comes, a `Timeout` if none in time.
 
-    What was stored is freed when the client is closed, or, if nobody closes it, when it and its
-    tensors are collected or the program ends; of a program that is killed, it expires.
+    Without an answer it is unknown whether the request was carried out. What only computes, or
+    replaces contents, may be sent again; do not blindly repeat an `Accumulate`, which may be added
+    twice: look at its tensor first. A tensor that such a request left in the service expires.
+
+    What this client stored is freed when it is closed, or else when it and its tensors have been
+    collected, at the latest at the end of the program; if the program is killed, it expires.
 
     Args:
         url: "http://host:port" or "unix:/path".
@@ -94,14 +94,14 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
 
     def zeros(
         self,
-        shape: int | Sequence[int],
+        shape: SupportsIndex | Sequence[int],
         dtype: DTypeLike = np.float32,
         *,
         pinned: bool = False,
         ttl: float | None = None,
     ) -> RemoteTensor:
         """Store zeros without sending them; see `put`."""
-        extents = [shape] if isinstance(shape, int | np.integer) else shape
+        extents = shape if isinstance(shape, Iterable) else [shape]
         request = Request(shape=list(map(index, extents)), pinned=pinned, ttl_s=ttl)
         request.header["dtype"] = dtype_name(dtype_of(dtype), "dtype")
         return RemoteTensor(self._channel, self._channel.post("/v1/tensors", request.header)[0])
