@@ -132,9 +132,10 @@ class Oracle:
             return gradient
         aux = f64(aux)
         slope = aux if activation == "relu" else gelu_slope(aux)
-        error = 0.0 if activation == "relu" else self._gelu_error(aux)
-        staged = gradient.tolerance + self._staging * np.abs(gradient.value)
-        tolerance = staged * np.abs(slope) + error * np.abs(gradient.value)
+        tolerance = gradient.tolerance * np.abs(slope)
+        if activation == "gelu":
+            staging = self._staging * np.abs(slope) + self._gelu_error(aux)
+            tolerance = tolerance + staging * np.abs(gradient.value)
         return Expected(gradient.value * slope, tolerance)
 
     def summed(self, terms: Expected, axis: int) -> Expected:
