@@ -81,6 +81,8 @@ class Step:
     repeatable: bool = True
     signatures: list[Signature] = field(default_factory=list)
     """Of its products, in the order in which they always come."""
+    header: dict[str, Any] = field(default_factory=dict)
+    """Of its reply, if all that comes back are payloads."""
 
 
 class Writing:
@@ -126,6 +128,7 @@ class Call:
         self._payloads = payloads
         self._held: list[Array | None] = []
         self._signatures: list[Signature] = []
+        self._reply: dict[str, Any] = {}
         self._products = 0
         self.created: list[Resident] = []
 
@@ -137,7 +140,7 @@ class Call:
             Gone: a tensor is no longer held.
         """
         self.bind(step.sources)
-        self._signatures = step.signatures
+        self._signatures, self._reply = step.signatures, step.header
         return await step.run(self)
 
     def bind(self, sources: Sources) -> None:
@@ -159,7 +162,7 @@ class Call:
         if data is None:
             return operand.arrange(self.engine, self.engine.empty((operand.extent,), operand.dtype))
         began = perf_counter()
-        flat = await self.engine.upload(np.frombuffer(data, operand.dtype))
+        flat = await self.engine.borrow(np.frombuffer(data, operand.dtype))
         self.timing.copy += perf_counter() - began
         return operand.arrange(self.engine, flat)
 
@@ -214,10 +217,12 @@ class Call:
         payloads, copying = await self.engine.download([leaf.value for leaf in fetched])
         self.timing.copy += copying
         self.timing.compute += perf_counter() - began - copying
-        if len(fetched) < len(leaves):
-            await self._lay_out(leaves)
-        if tape is not None or len(fetched) < len(leaves):
-            self._check_places(leaves, tape)
+        if tape is None and len(fetched) == len(leaves):
+            if not self._reply:
+                self._reply.update(self._header(results, iter(range(len(fetched)))))
+            return self._reply, payloads
+        await self._lay_out(leaves)
+        self._check_places(leaves, tape)
         header = self._header(results, iter(range(len(fetched))))
         if tape is not None:
             held = self.store.add(self.tenant, tape.value, kind="tape", arrays=tape.arrays)

@@ -132,12 +132,9 @@ def test_replacing_needs_no_quota(frugal: Wire) -> None:
     assert frugal.send(f"{TENSORS}/{handle}", header, raw(full), method="PUT").status == 200
 
 
-def test_device_memory_for_operands(small: Wire) -> None:
+def test_device_memory_for_tensors(small: Wire) -> None:
     x = np.zeros((1 << 17, 3), np.float32)
     says = f"{x.nbytes} bytes are needed, {DEVICE - 24} of {DEVICE} are free"
-    one = np.zeros((1, 3), np.float32)
-    header = {"x": tensor(x, 0), "weight": tensor(one, 1)}
-    exhausted(small, FORWARD, header, raw(x), raw(one), says=f"{x.nbytes} bytes are needed")
     exhausted(small, TENSORS, {"value": tensor(x, 0)}, raw(x), says=says)
     exhausted(small, TENSORS, {"dtype": "float32", "shape": [1 << 17, 3]}, says=says)
 

@@ -21,6 +21,7 @@ from matmuld_client.errors import OutOfMemory, RequestError
 from threadpoolctl import ThreadpoolController
 
 from . import elementwise
+from .elementwise import swap
 from .epilogs import TABLE
 from .protocol import Array, Operands, Plan
 from .signature import Signature, Signer
@@ -56,7 +57,7 @@ class CpuPlan:
         if result != self._compute:
             shape = (*d.shape[:-2], d.shape[-1], d.shape[-2]) if self._column_major else d.shape
             product = empty(shape, self._compute)
-            self._product = elementwise.swap(product) if self._column_major else product
+            self._product = swap(product) if self._column_major else product
         self.nbytes = sum(x.nbytes for x in (self._a, self._b, self._product) if x is not None)
         self.is_short = signature.flops + 4 * self.nbytes <= INLINE_WORK
         self._plain = TABLE[self._epilog] == TABLE[self._epilog.NONE]
@@ -69,15 +70,16 @@ class CpuPlan:
                 np.copyto(self._a, a, casting="unsafe")
                 np.copyto(self._b, b, casting="unsafe")
                 a, b = self._a, self._b
-            if self._column_major:
-                np.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out=product.swapaxes(-1, -2))
-            else:
+            if not self._column_major:
                 np.matmul(a, b, out=product)
+            elif product.ndim == 2:
+                np.matmul(b.T, a.T, out=product.T)
+            else:
+                np.matmul(swap(b), swap(a), out=swap(product))
             if o.alpha != 1.0:
                 product *= product.dtype.type(o.alpha)
-            if self._plain and o.c is None and product is o.d:
-                return
-            elementwise.finish(np, self._epilog, product, o)
+            if not self._plain or o.c is not None or product is not o.d:
+                elementwise.finish(np, self._epilog, product, o)
 
     def close(self) -> None:
         self._a = self._b = self._product = None
@@ -213,6 +215,9 @@ class CpuEngine:
             await self._in_thread(np.copyto, target, source)
         return target
 
+    async def borrow(self, source: np.ndarray[Any, Any]) -> Array:
+        return source
+
     async def write(self, target: Array, offset: int, data: memoryview) -> None:
         flat = target.reshape(-1).view(np.uint8)
         flat[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
@@ -243,8 +248,8 @@ class CpuEngine:
 
 
 def _alignment(array: Array) -> int:
-    """All that NumPy cares for: it copies elements that are not aligned to their size."""
-    return int(array.itemsize) if array.flags.aligned else 1
+    """One class for all: plans do not depend on it, NumPy copies what is not aligned."""
+    return int(array.itemsize)
 
 
 def _quietly(function: Callable[..., T], *args: Any) -> T:

@@ -175,6 +175,9 @@ class CudaEngine:
             await self.call(source.nbytes, self._copy_in, target.data.ptr, source)
         return target
 
+    async def borrow(self, source: np.ndarray[Any, Any]) -> Array:
+        return await self.upload(source)
+
     def _copy_in(self, address: int, source: np.ndarray[Any, Any]) -> None:
         """Pageable memory: the driver has taken the bytes when this returns."""
         cupy.cuda.runtime.memcpyAsync(

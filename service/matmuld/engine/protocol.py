@@ -114,6 +114,11 @@ class Engine(Protocol):
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         """A row-major copy of host memory in the device. Raises OutOfMemory."""
 
+    async def borrow(self, source: np.ndarray[Any, Any]) -> Array:
+        """An array with the elements of host memory that nobody will write to: on the CPU that
+        memory itself, elsewhere a copy. Raises OutOfMemory.
+        """
+
     async def write(self, target: Array, offset: int, data: memoryview) -> None:
         """Copy bytes into a row-major array, from byte `offset` on."""
 

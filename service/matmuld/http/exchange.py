@@ -107,6 +107,9 @@ class Exchange:
         self.length: int | None = None
         for name, value in scope["headers"]:
             if name == b"content-type":
+                if value == b"application/msgpack":
+                    self.content_type = MSGPACK
+                    continue
                 self.content_type = value.decode("latin-1").partition(";")[0].strip().lower()
             elif name == b"content-length":
                 self.length = int(value)

@@ -76,14 +76,12 @@ def _taken(inputs: Inputs, call: Call, value: Tensor) -> tuple[Operand, Kind]:
 
 async def _dense(call: Call, operand: Operand) -> Array:
     """The value in memory of its own: row-major, aux data column-major."""
-    array = await call.load(operand)
     columns = operand.kind != "tensor"
-    oriented = swap(array) if columns else array
-    if not oriented.flags.c_contiguous:
-        dense = call.empty(oriented.shape, operand.dtype)
-        await call.engine.call(2 * dense.nbytes, assign, dense, oriented)
-        oriented = dense
-    return swap(oriented) if columns else oriented
+    source = await call.load(operand)
+    source = swap(source) if columns else source
+    dense = call.empty(source.shape, operand.dtype)
+    await call.engine.call(2 * dense.nbytes, assign, dense, source)
+    return swap(dense) if columns else dense
 
 
 async def _create_raw(service: Service, exchange: Exchange) -> Resident:
