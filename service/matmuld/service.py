@@ -45,7 +45,7 @@ class Service:
         engine = open_engine(settings.device, settings.memory_limit)
         quota = settings.tenant_bytes
         if quota is None:
-            quota = int(engine.memory()[1] * 0.8)
+            quota = int(engine.memory().total * 0.8)
         store = TensorStore(HandleMint(), quota, settings.ttl_s)
         pool = PlanPool(engine, settings.plans, settings.plan_bytes)
         service = cls(settings, Runtime(engine, pool, store))
@@ -89,7 +89,7 @@ class Service:
     def info(self) -> dict[str, Any]:
         """Versions, device, limits and counters."""
         engine, store, settings = self.runtime.engine, self.runtime.store, self.settings
-        free, total = engine.memory()
+        memory = engine.memory()
         return {
             "service": "matmuld",
             "version": __version__,
@@ -105,7 +105,7 @@ class Service:
                 "plans": settings.plans,
                 "plan_bytes": settings.plan_bytes,
             },
-            "memory": {"free_bytes": free, "total_bytes": total},
+            "memory": {f"{name}_bytes": nbytes for name, nbytes in memory._asdict().items()},
             "tensors": {"count": len(store), "nbytes": store.nbytes, "expired": store.expired},
             "plans": self.pool_stats(),
         }

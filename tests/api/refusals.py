@@ -48,7 +48,7 @@ def footprint(wire: Wire) -> dict[str, int]:
     return {
         "tensors": info["tensors"]["count"],
         "bytes": info["tensors"]["nbytes"],
-        "free": info["memory"]["free_bytes"],
+        "used": info["memory"]["used_bytes"],
         "leased": info["plans"]["leased"],
     }
 

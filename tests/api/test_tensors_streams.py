@@ -86,10 +86,10 @@ def test_a_client_that_goes_away_leaves_no_half_tensor(
     wire: Wire, socket_path: Path, sent: int
 ) -> None:
     assert works(wire)
-    free = footprint(wire)["free"]
+    used = footprint(wire)["used"]
     with unchanged(wire):
         connection = begin(socket_path, "POST", f"{TENSORS}?dtype=float32&shape={MIB}", sent)
-        wait_for(lambda: footprint(wire)["free"] <= free - 4 * MIB)
+        wait_for(lambda: footprint(wire)["used"] >= used + 4 * MIB)
         connection.close()
     assert works(wire)
 
@@ -98,10 +98,10 @@ def test_a_client_that_goes_away_leaves_no_half_tensor(
 def test_a_client_that_goes_away_replaces_nothing(wire: Wire, socket_path: Path, sent: int) -> None:
     handle = wire.hold(np.ones(MIB, np.float32))
     path = f"{TENSORS}/{handle}"
-    free = footprint(wire)["free"]
+    used = footprint(wire)["used"]
     with unchanged(wire):
         connection = begin(socket_path, "PUT", path, sent)
-        wait_for(lambda: footprint(wire)["free"] <= free - 4 * MIB)
+        wait_for(lambda: footprint(wire)["used"] >= used + 4 * MIB)
         connection.close()
     assert wire.get(f"{path}/metadata")["version"] == 1
     body = wire.request("GET", path, headers={"Accept": OCTETS}).body

@@ -261,7 +261,7 @@ def test_10000_signatures_through_64_places_leave_memory_flat(device: str) -> No
             assert len(pool) == 64
             gc.collect()
             await engine.trim()
-            return resident_bytes(), engine.memory()[0]
+            return resident_bytes(), engine.memory().free
 
         host, device_free = await pass_through(0, 2_000)
         host_after, device_free_after = await pass_through(2_000, 10_000)

@@ -23,7 +23,7 @@ from threadpoolctl import ThreadpoolController
 from . import elementwise
 from .elementwise import swap
 from .epilogs import TABLE
-from .protocol import Array, Operands, Plan
+from .protocol import Array, Memory, Operands, Plan
 from .signature import Signature, Signer
 
 T = TypeVar("T")
@@ -147,14 +147,17 @@ class CpuEngine:
     def describe(self) -> dict[str, Any]:
         return {"device": self.name, "numpy": np.__version__, "cores": os.cpu_count()}
 
-    def memory(self) -> tuple[int, int]:
-        return max(self._limit - self._used, 0), self._limit
+    def memory(self) -> Memory:
+        used = self._used
+        return Memory(used, max(self._limit - used, 0), self._limit)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self._limit - self._used:
-            free, limit = self.memory()
-            raise OutOfMemory(f"{nbytes} bytes are needed, {free} of {limit} are free")
+            memory = self.memory()
+            raise OutOfMemory(
+                f"{nbytes} bytes are needed, {memory.free} of {memory.total} are free"
+            )
         try:
             block = np.empty(nbytes + ALIGNMENT, np.uint8)
         except MemoryError:

@@ -25,7 +25,7 @@ from matmuld_client.errors import DeviceLost, Internal, OutOfMemory, RequestErro
 from . import cublaslt, elementwise
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import TABLE, Epilog
-from .protocol import Array, Operands, Plan
+from .protocol import Array, Memory, Operands, Plan
 from .signature import Layout, Options, Signature, Signer
 from .split import SplitPlan, StagedPlan, accumulator, is_column_major, staged
 
@@ -88,9 +88,10 @@ class CudaEngine:
             "nvmath": nvmath.__version__,
         }
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self) -> Memory:
         free, total = cupy.cuda.runtime.memGetInfo()
-        return free + cupy.get_default_memory_pool().free_bytes(), total
+        pool = cupy.get_default_memory_pool()
+        return Memory(pool.used_bytes(), free + pool.free_bytes(), total)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from matmuld_client.errors import RequestError
@@ -38,6 +38,14 @@ class Operands:
     beta: float = 0.0
     vector: Array | None = None
     aux: Array | None = None
+
+
+class Memory(NamedTuple):
+    """Bytes of a device's memory: in arrays, left for arrays, and in all."""
+
+    used: int
+    free: int
+    total: int
 
 
 class Plan(Protocol):
@@ -80,8 +88,8 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes that arrays may still take, and bytes in all."""
+    def memory(self) -> Memory:
+        """What arrays take and may still take."""
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         """A row-major array. Raises OutOfMemory."""
