@@ -187,7 +187,7 @@ def check_version() -> None:
         )
 
 
-def library_version() -> int:
+def version() -> int:
     """cuBLASLt's version, such as 130100."""
     return int(cublaslt.get_version())
 

@@ -83,7 +83,7 @@ class CudaEngine:
             "multiprocessors": properties["multiProcessorCount"],
             "driver": cupy.cuda.runtime.driverGetVersion(),
             "runtime": cupy.cuda.runtime.runtimeGetVersion(),
-            "cublaslt": cublaslt.library_version(),
+            "cublaslt": cublaslt.version(),
             "cupy": cupy.__version__,
             "nvmath": nvmath.__version__,
         }

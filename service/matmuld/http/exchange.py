@@ -78,7 +78,6 @@ class Exchange:
     """
 
     __slots__ = (
-        "_expected",
         "_limit",
         "_receive",
         "_send",
