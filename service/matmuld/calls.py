@@ -297,8 +297,9 @@ async def laid_out_as(engine: Engine, like: Array, array: Array) -> Array:
     """`array` with the layout of `like`, which is row- or column-major."""
     if array.flags.c_contiguous == like.flags.c_contiguous:
         return array
-    copy = engine.empty(array.shape, array.dtype)
-    if not like.flags.c_contiguous:
+    if like.flags.c_contiguous:
+        copy = engine.empty(array.shape, array.dtype)
+    else:
         copy = swap(engine.empty(swap(array).shape, array.dtype))
     await engine.call(2 * array.nbytes, assign, copy, array)
     return copy

@@ -123,8 +123,12 @@ class CudaEngine:
         except Unsupported as error:
             raise Internal(f"cuBLASLt refuses {signature.describe()}: {error}") from error
         if plan.path != "fused":
-            plan.run(operands)
-            self._planning.stream.synchronize()
+            try:
+                plan.run(operands)
+                self._planning.stream.synchronize()
+            except BaseException:
+                plan.close()
+                raise
         return plan
 
     def _choose(self, signature: Signature, operands: Operands) -> Plan:

@@ -83,7 +83,7 @@ class Engine(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Bytes; the cap of alignment classes, and what every array from `empty` is aligned to."""
+        """Bytes that every array from `empty` is aligned to."""
 
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""

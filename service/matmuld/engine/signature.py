@@ -16,9 +16,7 @@ class Layout(NamedTuple):
     """How an operand lies in memory.
 
     Strides count elements; of a dimension of size 1 they are made up, so that equal layouts compare
-    equal.
-    `alignment` is the class of the address: the largest power of two, up to the engine's cap, that
-    divides it.
+    equal. `alignment` is the class of the address, as far as the engine's choice depends on it.
     """
 
     dtype: str
