@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from matmuld_client.wire import DTYPE_NAMES, is_row_major
+from matmuld_client.wire import DTYPE_NAMES, Buffer, is_row_major
 
-from .engine.elementwise import assign, swap
+from .engine.elementwise import assign, empty_like
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Operands
 from .engine.signature import Options, Signature
@@ -67,7 +68,7 @@ class TapeResult:
     arrays: Sequence[Array]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """An operation whose header has been checked.
 
@@ -79,10 +80,35 @@ class Step:
     sources: Sources
     run: Callable[[Call], Awaitable[Reply]]
     repeatable: bool = True
+    runs: int = 0
     signatures: list[Signature] = field(default_factory=list)
     """Of its products, in the order in which they always come."""
-    header: dict[str, Any] = field(default_factory=dict)
-    """Of its reply, if all that comes back are payloads."""
+    recording: Recording | None = None
+
+    @property
+    def worth_recording(self) -> bool:
+        """Whether it has come before and could not be recorded yet."""
+        if self.recording is None:
+            return self.repeatable and self.runs > 0
+        return self.recording.closed
+
+
+class Recording(Protocol):
+    """What a step does, to be done again.
+
+    Attributes:
+        closed: whether that is no longer possible.
+    """
+
+    closed: bool
+
+    async def answer(self, body: memoryview, end: int, timing: Timing) -> list[Buffer] | None:
+        """The parts of the reply to a body whose header ends at `end`, if nothing but payloads
+        comes back; None if it must be done step by step.
+        """
+
+    async def replay(self, call: Call) -> Reply | None:
+        """The reply to `call` if results are to be held; None if it must be done step by step."""
 
 
 class Writing:
@@ -125,10 +151,10 @@ class Call:
         self.tenant = tenant
         self.timing = Timing()
         self._pool = runtime.pool
-        self._payloads = payloads
+        self.payloads = payloads
+        self._residents: list[Resident] = []
         self._held: list[Array | None] = []
         self._signatures: list[Signature] = []
-        self._reply: dict[str, Any] = {}
         self._products = 0
         self.created: list[Resident] = []
 
@@ -139,26 +165,32 @@ class Call:
             Malformed, InvalidOperands: they are not those that the header describes.
             Gone: a tensor is no longer held.
         """
+        if step.recording is not None:
+            reply = await step.recording.replay(self)
+            if reply is not None:
+                return reply
+        step.runs += 1
         self.bind(step.sources)
-        self._signatures, self._reply = step.signatures, step.header
+        self._signatures = step.signatures
         return await step.run(self)
 
     def bind(self, sources: Sources) -> None:
         """Take hold of the operands, of every tensor the version that it has now."""
-        sources.check(self._payloads)
-        self._held = [
-            None
-            if operand.handle is None
-            else self.store.get(self.tenant, operand.handle, operand.name).value
-            for operand in sources.operands
-        ]
+        sources.check(self.payloads)
+        for operand in sources.operands:
+            if operand.handle is None:
+                self._held.append(None)
+            else:
+                resident = self.store.get(self.tenant, operand.handle, operand.name)
+                self._residents.append(resident)
+                self._held.append(resident.value)
 
     async def load(self, operand: Operand) -> Array:
         """A bound operand as an array on the device. Raises OutOfMemory."""
         held = self._held[operand.index]
         if held is not None:
             return operand.view(self.engine, held)
-        data = operand.data if operand.payload is None else self._payloads[operand.payload]
+        data = operand.data if operand.payload is None else self.payloads[operand.payload]
         if data is None:
             return operand.arrange(self.engine, self.engine.empty((operand.extent,), operand.dtype))
         began = perf_counter()
@@ -211,19 +243,17 @@ class Call:
 
     async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
         """Put every result in its place: all of them or, if anything fails, none."""
-        leaves = list(_leaves(results))
+        leaves = list(leaves_of(results))
         began = perf_counter()
         fetched = [leaf for leaf in leaves if leaf.placement == "payload"]
         payloads, copying = await self.engine.download([leaf.value for leaf in fetched])
         self.timing.copy += copying
         self.timing.compute += perf_counter() - began - copying
         if tape is None and len(fetched) == len(leaves):
-            if not self._reply:
-                self._reply.update(self._header(results, iter(range(len(fetched)))))
-            return self._reply, payloads
+            return self.header(results), payloads
         await self._lay_out(leaves)
         self._check_places(leaves, tape)
-        header = self._header(results, iter(range(len(fetched))))
+        header = self.header(results)
         if tape is not None:
             held = self.store.add(self.tenant, tape.value, kind="tape", arrays=tape.arrays)
             self.created.append(held)
@@ -251,6 +281,10 @@ class Call:
         for leaf in leaves:
             if isinstance(leaf.placement, Into):
                 leaf.target = self.target(leaf.placement)
+
+    def header(self, results: Results) -> dict[str, Any]:
+        """The header of the reply; what is to be held is held from now on."""
+        return self._header(results, count())
 
     def _header(self, results: Results, payloads: Iterator[int]) -> dict[str, Any]:
         header: dict[str, Any] = {}
@@ -284,11 +318,11 @@ class Call:
         return {**described, "tensor": resident.handle, "kind": resident.kind}
 
 
-def _leaves(results: Results) -> Iterator[Result]:
+def leaves_of(results: Results) -> Iterator[Result]:
     for result in results.values():
         if isinstance(result, list):
             for part in result:
-                yield from _leaves(part)
+                yield from leaves_of(part)
         else:
             yield result
 
@@ -297,10 +331,7 @@ async def laid_out_as(engine: Engine, like: Array, array: Array) -> Array:
     """`array` with the layout of `like`, which is row- or column-major."""
     if array.flags.c_contiguous == like.flags.c_contiguous:
         return array
-    if like.flags.c_contiguous:
-        copy = engine.empty(array.shape, array.dtype)
-    else:
-        copy = swap(engine.empty(swap(array).shape, array.dtype))
+    copy = empty_like(engine, like)
     await engine.call(2 * array.nbytes, assign, copy, array)
     return copy
 

@@ -33,7 +33,7 @@ class Entry:
 
     Attributes:
         owner: the tenant who was the first to need it; all tenants use it.
-        plan: None while it is being made.
+        plan: None while it is being made, and after it was freed.
         in_use: whether somebody has the plan; whoever gives it back hands it to the first waiter.
     """
 
@@ -133,9 +133,7 @@ class PlanPool:
         """The place of `signature`; if it is new, its plan is being made."""
         entry = self._entries.get(signature)
         if entry is not None:
-            self.stats.hits += 1
-            entry.hits += 1
-            self._entries.move_to_end(signature)
+            self.touch(entry)
             return entry
         self.stats.misses += 1
         entry = self._entries[signature] = Entry(secrets.token_hex(6), signature, owner)
@@ -143,6 +141,16 @@ class PlanPool:
         self._making.add(task)
         task.add_done_callback(self._making.discard)
         return entry
+
+    def touch(self, entry: Entry) -> None:
+        """Count a use of a plan that is held."""
+        self.stats.hits += 1
+        entry.hits += 1
+        self._entries.move_to_end(entry.signature)
+
+    def peek(self, signature: Signature) -> Entry | None:
+        """The place of `signature`, if there is one; this is no use of it."""
+        return self._entries.get(signature)
 
     async def wait(self, entry: Entry) -> None:
         """Return once the plan is the caller's."""
@@ -205,6 +213,7 @@ class PlanPool:
         self._nbytes -= entry.plan.nbytes
         self.stats.evicted += 1
         entry.plan.close()
+        entry.plan = None
 
     def evict(self, plan_id: str | None = None) -> int:
         """Free the idle plans, or the one of that id; how many were freed."""

@@ -14,12 +14,13 @@ from typing import Any
 from matmuld_client.wire import PAYLOAD_LIMIT
 
 from . import __version__
-from .calls import Call, Runtime
+from .calls import Call, Runtime, Step
 from .engine import open_engine
 from .memory.handles import HandleMint
 from .memory.tensors import TensorStore
 from .operands import FLOATS, Inputs
 from .pool import PlanPool
+from .recordings import Recorder, Recordings
 from .settings import Settings
 from .steps import Steps
 
@@ -36,6 +37,7 @@ class Service:
         self.settings = settings
         self.runtime = runtime
         self.steps = Steps()
+        self.recordings = Recordings(runtime.pool, settings.recording_bytes)
         self._started = monotonic()
 
     @classmethod
@@ -57,6 +59,7 @@ class Service:
             janitor.cancel()
             with suppress(asyncio.CancelledError):
                 await janitor
+            service.recordings.clear()
             store.clear()
             await pool.close()
             engine.close()
@@ -75,9 +78,11 @@ class Service:
         """The tensors of a header of `tenant`'s, whose reply's payloads are limited so."""
         return Inputs(self.runtime.store, tenant, payload_limit)
 
-    def call(self, tenant: str, payloads: Sequence[memoryview] = ()) -> Call:
-        """A request of `tenant`'s."""
-        return Call(self.runtime, tenant, payloads)
+    def call(self, tenant: str, payloads: Sequence[memoryview], step: Step | None = None) -> Call:
+        """A request of `tenant`'s; a step that comes for the second time is recorded."""
+        if step is None or not step.worth_recording:
+            return Call(self.runtime, tenant, payloads)
+        return Recorder(self.recordings, self.runtime, tenant, payloads)
 
     def pool_stats(self) -> dict[str, Any]:
         """Counters of the plan pool."""

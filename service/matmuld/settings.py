@@ -79,6 +79,11 @@ class Settings(BaseSettings):
     plan_bytes: int = Field(
         default=1 << 30, ge=0, description="bytes of host and device memory for plans"
     )
+    recording_bytes: int = Field(
+        default=1 << 28,
+        ge=0,
+        description="bytes of device memory for recorded steps; 0: none are recorded",
+    )
     tenant_bytes: int | None = Field(
         default=None,
         ge=0,

@@ -50,7 +50,11 @@ def frugal(tmp_path: Path) -> Iterator[Wire]:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Wire]:
     """A service with 1 MiB for arrays, 24 bytes of which are used, and any quota."""
-    settings: dict[str, Any] = {"memory_limit": DEVICE, "tenant_bytes": 1 << 40}
+    settings: dict[str, Any] = {
+        "memory_limit": DEVICE,
+        "tenant_bytes": 1 << 40,
+        "recording_bytes": 0,
+    }
     with running(tmp_path / "s", device="cpu", **settings), closing(Wire(tmp_path / "s")) as wire:
         handle = wire.hold(X)
         yield wire

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from matmuld.service import Service
 from matmuld.steps import Steps
 
-from ..local import Wire, packed, raw, running, tensor
+from ..local import Wire, decoded, packed, raw, running, tensor
+from ..reference import DTYPES, Host, activate, assert_close, f64, random
 from .refusals import BACKWARD, FORWARD, MLP_BACKWARD, MLP_FORWARD, refused_header
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -39,7 +47,8 @@ def test_the_operation_is_part_of_what_is_known(wire: Wire) -> None:
 
 def test_payloads_of_a_known_header_are_checked_again(wire: Wire) -> None:
     header = HEADER | {"alpha": 3.0}
-    assert wire.send(FORWARD, header, raw(X), raw(EYE)).status == 200
+    for _ in range(3):
+        assert wire.send(FORWARD, header, raw(X), raw(EYE)).status == 200
     refused_header(
         wire,
         FORWARD,
@@ -66,13 +75,15 @@ def test_a_known_header_uses_what_the_tensor_holds_now_and_notices_when_it_is_go
 ) -> None:
     handle = wire.hold(EYE)
     header = {"x": tensor(X, 0), "weight": {"tensor": handle}}
-    np.testing.assert_array_equal(wire.send(FORWARD, header, raw(X)).array("y"), X)
+    for _ in range(3):
+        np.testing.assert_array_equal(wire.send(FORWARD, header, raw(X)).array("y"), X)
     body = packed({"value": tensor(EYE, 0)}, raw(2 * EYE))
     replaced = wire.request(
         "PUT", f"/v1/tensors/{handle}", body, {"Content-Type": "application/msgpack"}
     )
     assert replaced.status == 200
-    np.testing.assert_array_equal(wire.send(FORWARD, header, raw(X)).array("y"), 2 * X)
+    for _ in range(3):
+        np.testing.assert_array_equal(wire.send(FORWARD, header, raw(X)).array("y"), 2 * X)
     assert wire.request("DELETE", f"/v1/tensors/{handle}").status == 204
     refused_header(
         wire, FORWARD, header, raw(X), code="gone", operand="weight", says="was freed or has"
@@ -85,6 +96,9 @@ def test_nothing_known_keeps_a_tensor_or_a_tape_alive(tmp_path: Path) -> None:
         wire = Wire(path)
         before = wire.get("/v1/info")["memory"]["free_bytes"]
         handle = wire.hold(np.ones((300, 3), np.float32))
+        header: dict[str, Any] = {"x": tensor(X, 0), "weight": {"tensor": handle}}
+        for _ in range(3):
+            assert wire.send(FORWARD, header, raw(X)).status == 200
         header = {"x": tensor(X, 0), "layers": [{"weight": {"tensor": handle}}], "save_tape": True}
         for _ in range(2):
             tape = wire.send(MLP_FORWARD, header, raw(X)).header["tape"]["tensor"]
@@ -95,7 +109,8 @@ def test_nothing_known_keeps_a_tensor_or_a_tape_alive(tmp_path: Path) -> None:
         gc.collect()
         assert wire.get("/v1/info")["memory"]["free_bytes"] == before
         assert app.service is not None
-        assert len(app.service.steps) == 1
+        assert len(app.service.steps) == 2
+        assert len(app.service.recordings) == 0
         wire.close()
 
 
@@ -116,10 +131,184 @@ def test_a_known_header_before_broken_payloads_is_malformed(wire: Wire) -> None:
     header = HEADER | {"alpha": 7.0}
     body = packed(header, raw(X), raw(EYE))
     content = {"Content-Type": "application/msgpack"}
-    assert wire.request("POST", FORWARD, body, content).status == 200
+    for _ in range(3):
+        assert wire.request("POST", FORWARD, body, content).status == 200
     start = len(packed(header))
     for at in (*range(start, start + 2), start + 2 + X.nbytes, start + 3 + X.nbytes):
         for wrong in (0x00, 0xC1, 0xFF):
             broken = body[:at] + bytes([wrong]) + body[at + 1 :]
             answer = wire.request("POST", FORWARD, broken, content)
             assert (answer.status, answer.header["code"]) == (400, "malformed"), answer.header
+
+
+@contextmanager
+def service(tmp_path: Path, device: str, **settings: Any) -> Iterator[tuple[Service, Wire]]:
+    path = tmp_path / "s"
+    with running(path, device=device, **settings) as app:
+        wire = Wire(path)
+        assert app.service is not None
+        yield app.service, wire
+        wire.close()
+
+
+def held(wire: Wire, handle: str) -> Host:
+    answer = wire.request("GET", f"/v1/tensors/{handle}", headers={"Accept": "application/msgpack"})
+    return decoded(answer.header["value"], answer.payloads)
+
+
+def test_a_step_is_recorded_when_it_comes_again(tmp_path: Path, device: str) -> None:
+    with service(tmp_path, device) as (its, wire):
+        for factor in range(1, 7):
+            answer = wire.send(FORWARD, HEADER, raw(X * factor), raw(EYE * factor))
+            np.testing.assert_array_equal(answer.array("y"), X * factor**2)
+            assert len(its.recordings) == (factor > 1)
+        stats = its.runtime.pool.stats
+        assert (stats.planned, stats.hits) == (1, 5)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_repetition_is_right(wire: Wire, dtype: str, activation: str) -> None:
+    rng = np.random.default_rng(3)
+    weight, bias = random(rng, (5, 8), dtype), random(rng, (5,), dtype)
+    for _ in range(5):
+        x = random(rng, (4, 8), dtype)
+        header = {
+            "x": tensor(x, 0),
+            "weight": tensor(weight, 1),
+            "bias": tensor(bias, 2),
+            "activation": activation,
+        }
+        answer = wire.send(FORWARD, header, raw(x), raw(weight), raw(bias))
+        expected = activate(activation, f64(x) @ f64(weight).T + f64(bias))
+        scale = np.abs(f64(x)) @ np.abs(f64(weight).T) + np.abs(f64(bias))
+        gelu = activation == "gelu"
+        assert_close(answer.array("y"), expected, scale, dtype, approximate=gelu)
+
+
+def test_gradients_and_stacks_are_repeated_too(wire: Wire) -> None:
+    rng = np.random.default_rng(4)
+    weights = [random(rng, shape, "float64") for shape in ((6, 3), (4, 6), (2, 4))]
+    handles = [wire.hold(weight) for weight in weights]
+    layers = [{"weight": {"tensor": handle}, "activation": "relu"} for handle in handles]
+    for _ in range(5):
+        x, dz = random(rng, (7, 3), "float64"), random(rng, (7, 6), "float64")
+        y = wire.send(MLP_FORWARD, {"x": tensor(x, 0), "layers": layers}, raw(x)).array("y")
+        expected = x
+        for weight in weights:
+            expected = np.maximum(expected @ weight.T, 0)
+        np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-13)
+        header = {"dz": tensor(dz, 0), "x": tensor(x, 1), "weight": {"tensor": handles[0]}}
+        answer = wire.send(BACKWARD, header, raw(dz), raw(x))
+        np.testing.assert_allclose(answer.array("dx"), dz @ weights[0], rtol=1e-12)
+        np.testing.assert_allclose(answer.array("dweight"), dz.T @ x, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(answer.array("dbias"), dz.sum(axis=0), rtol=1e-12, atol=1e-13)
+
+
+def test_results_that_are_held_are_not_written_again(wire: Wire) -> None:
+    header = HEADER | {"activation": "relu", "save_aux": True, "outputs": {"y": "tensor"}}
+    kept = []
+    for factor in range(1, 6):
+        answer = wire.send(FORWARD, header, raw(X * factor), raw(EYE))
+        kept.append((factor, answer.header["y"]["tensor"], answer.header["aux"]["tensor"]))
+    assert len({handle for _, *handles in kept for handle in handles}) == 10
+    for factor, y, aux in kept:
+        np.testing.assert_array_equal(held(wire, y), X * factor)
+        backward = {"dy": tensor(X, 0), "aux": {"tensor": aux}, "wants": ["dbias"]}
+        answer = wire.send(BACKWARD, backward, raw(X))
+        np.testing.assert_array_equal(answer.array("dbias"), X.sum(axis=0))
+
+
+def test_a_tensor_that_takes_each_result(wire: Wire) -> None:
+    target, weight = wire.hold(np.zeros((2, 3), np.float32)), wire.hold(EYE)
+    header = {
+        "x": tensor(X, 0),
+        "weight": {"tensor": weight},
+        "outputs": {"y": {"tensor": target}},
+    }
+    for factor in range(1, 6):
+        assert wire.send(FORWARD, header, raw(X * factor)).status == 200
+        np.testing.assert_array_equal(held(wire, target), X * factor)
+
+
+def test_a_sum_that_grows_with_every_repetition(wire: Wire) -> None:
+    total = wire.hold(np.zeros((3, 3), np.float32))
+    header = {
+        "dz": tensor(X, 0),
+        "x": tensor(X, 1),
+        "wants": ["dweight"],
+        "outputs": {"dweight": {"tensor": total, "alpha": 1.0, "beta": 1.0}},
+    }
+    for times in range(1, 6):
+        assert wire.send(BACKWARD, header, raw(X), raw(X)).status == 200
+        np.testing.assert_array_equal(held(wire, total), times * (X.T @ X))
+
+
+def test_one_tensor_read_and_written(wire: Wire) -> None:
+    handle = wire.hold(X)
+    header = {
+        "x": {"tensor": handle},
+        "weight": tensor(EYE, 0),
+        "outputs": {"y": {"tensor": handle}},
+    }
+    for times in range(1, 6):
+        assert wire.send(FORWARD, header, raw(2 * EYE)).status == 200
+        np.testing.assert_array_equal(held(wire, handle), X * 2**times)
+
+
+def test_plans_that_were_freed_are_made_again(wire: Wire) -> None:
+    header = HEADER | {"alpha": 5.0}
+    for _ in range(3):
+        for _ in range(3):
+            answer = wire.send(FORWARD, header, raw(X), raw(EYE))
+            np.testing.assert_array_equal(answer.array("y"), 5 * X)
+        assert wire.request("DELETE", "/v1/plans").status == 200
+
+
+def test_a_tensor_whose_time_is_over_is_gone_for_repetitions_too(
+    tmp_path: Path, device: str
+) -> None:
+    with service(tmp_path, device, ttl_s=0.3, janitor_s=60.0) as (_, wire):
+        header = {"x": tensor(X, 0), "weight": {"tensor": wire.hold(EYE)}}
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:  # each use starts its time again
+            assert wire.send(FORWARD, header, raw(X)).status == 200
+            time.sleep(0.01)
+        time.sleep(0.35)
+        assert wire.send(FORWARD, header, raw(X)).header["code"] == "gone"
+
+
+def test_recordings_are_bounded_and_go_with_their_steps(tmp_path: Path, device: str) -> None:
+    with service(tmp_path, device, recording_bytes=2000) as (its, wire):
+        for alpha in range(1, 100):
+            header = HEADER | {"alpha": float(alpha)}
+            for _ in range(3):
+                answer = wire.send(FORWARD, header, raw(X), raw(EYE))
+                np.testing.assert_array_equal(answer.array("y"), alpha * X)
+            assert 0 < its.recordings.nbytes <= 2000
+        assert 1 < len(its.recordings) < 50
+        big = np.ones((100, 3), np.float32)
+        for _ in range(3):
+            answer = wire.send(
+                FORWARD, {"x": tensor(big, 0), "weight": tensor(EYE, 1)}, raw(big), raw(EYE)
+            )
+            np.testing.assert_array_equal(answer.array("y"), big)
+
+
+def test_repetitions_at_once_do_not_mix(socket_path: Path) -> None:
+    """Replies larger than a socket takes at once, on many connections."""
+
+    def ask(number: int) -> None:
+        wire = Wire(socket_path)
+        for times in range(20):
+            x = np.full((64, rows), number * 100 + times, np.float32)
+            answer = wire.send(
+                FORWARD, {"x": tensor(x, 0), "weight": tensor(identity, 1)}, raw(x), raw(identity)
+            )
+            np.testing.assert_array_equal(answer.array("y"), x)
+        wire.close()
+
+    for rows in (4, 250, 1000):
+        identity = np.eye(rows, dtype=np.float32)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, range(8)))

@@ -20,6 +20,7 @@ LAYERS = (
     ("service",),
     ("operations",),
     ("steps", "strategies"),
+    ("recordings",),
     ("calls",),
     ("operands",),
     ("memory", "pool"),

@@ -57,9 +57,11 @@ def payload_head(nbytes: int) -> bytes:
     raise WireError(f"a payload is at most {PAYLOAD_LIMIT} bytes, this one has {nbytes}")
 
 
-def pack(header: dict[str, Any], payloads: Sequence[Buffer] = ()) -> list[Buffer]:
-    """The parts of a body, to be sent one after the other; payloads are handed on as they are."""
-    head = msgpack.packb(header, default=_plain)
+def pack(header: dict[str, Any] | bytes, payloads: Sequence[Buffer] = ()) -> list[Buffer]:
+    """The parts of a body, to be sent one after the other; payloads are handed on as they are, and
+    so is a header that is packed already.
+    """
+    head = header if isinstance(header, bytes) else msgpack.packb(header, default=_plain)
     if not payloads:
         return [head]
     first = payloads[0]
@@ -74,6 +76,13 @@ def _plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a header cannot hold a {type(value).__name__}")
+
+
+def octets(array: np.ndarray[Any, Any]) -> memoryview:
+    """The memory of a dense array, row- or column-major, as bytes."""
+    if not array.flags.c_contiguous:
+        array = array.swapaxes(-1, -2)
+    return array.reshape(-1).view(np.uint8).data
 
 
 def unpack(body: Buffer) -> tuple[dict[str, Any], list[memoryview]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -53,6 +54,7 @@ async def _serve(settings: Settings) -> None:
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
     )
@@ -64,6 +66,7 @@ async def _serve(settings: Settings) -> None:
                 await stack.enter_async_context(app.router.lifespan_context(app))
             except RuntimeError as error:
                 raise Failure(str(error)) from error
+            gc.freeze()  # what lives as long as the service is not worth looking through
             _announce(app, settings, sockets)
             await server.serve(sockets)
     log.info("stopped")

@@ -12,7 +12,9 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from ctypes import addressof, c_char
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +24,7 @@ from threadpoolctl import ThreadpoolController
 
 from . import elementwise
 from .elementwise import swap
-from .epilogs import TABLE
-from .protocol import Array, Memory, Operands, Plan
+from .protocol import Array, Launch, Memory, Operands, Plan
 from .signature import Signature, Signer
 
 T = TypeVar("T")
@@ -33,7 +34,6 @@ INLINE_WORK = 1 << 24
 """Operations that are cheaper done on the event loop than handed to a thread: about 0.5 ms of one
 core.
 """
-INLINE_BYTES = 1 << 18
 
 
 class CpuPlan:
@@ -59,27 +59,25 @@ class CpuPlan:
             product = empty(shape, self._compute)
             self._product = swap(product) if self._column_major else product
         self.nbytes = sum(x.nbytes for x in (self._a, self._b, self._product) if x is not None)
-        self.is_short = signature.flops + 4 * self.nbytes <= INLINE_WORK
-        self._plain = TABLE[self._epilog] == TABLE[self._epilog.NONE]
+        self.brief = signature.flops + 4 * self.nbytes <= INLINE_WORK
 
-    def run(self, operands: Operands) -> None:
+    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
         o = operands
         a, b, product = o.a, o.b, o.d if self._product is None else self._product
-        with np.errstate(all="ignore"):
-            if self._a is not None and self._b is not None:
-                np.copyto(self._a, a, casting="unsafe")
-                np.copyto(self._b, b, casting="unsafe")
-                a, b = self._a, self._b
-            if not self._column_major:
-                np.matmul(a, b, out=product)
-            elif product.ndim == 2:
-                np.matmul(b.T, a.T, out=product.T)
-            else:
-                np.matmul(swap(b), swap(a), out=swap(product))
-            if o.alpha != 1.0:
-                product *= product.dtype.type(o.alpha)
-            if not self._plain or o.c is not None or product is not o.d:
-                elementwise.finish(np, self._epilog, product, o)
+        launches: list[Launch] = []
+        if self._a is not None and self._b is not None:
+            launches.append(partial(np.copyto, self._a, a, casting="unsafe"))
+            launches.append(partial(np.copyto, self._b, b, casting="unsafe"))
+            a, b = self._a, self._b
+        if self._column_major:
+            launches.append(partial(np.matmul, swap(b), swap(a), out=swap(product)))
+        else:
+            launches.append(partial(np.matmul, a, b, out=product))
+        if o.alpha != 1.0:
+            alpha = product.dtype.type(o.alpha)
+            launches.append(partial(np.multiply, product, alpha, out=product))
+        launches += elementwise.finishing(np, self._epilog, product, o)
+        return launches[0] if len(launches) == 1 else partial(_in_turn, launches)
 
     def close(self) -> None:
         self._a = self._b = self._product = None
@@ -104,13 +102,13 @@ class _BlasThreads:
         self._running = 0
         self._set(1)
 
-    def run(self, product: Callable[[Operands], None], operands: Operands) -> None:
+    def run(self, launch: Launch) -> None:
         """Run a long product, on a thread of its own."""
         with self._lock:
             self._running += 1
             self._allow()
         try:
-            product(operands)
+            _quietly(launch)
         finally:
             with self._lock:
                 self._running -= 1
@@ -134,12 +132,15 @@ class CpuEngine:
     name = "cpu"
     xp = np
     alignment = ALIGNMENT
+    brief_bytes = 1 << 18
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit or int(physical_memory() * 0.8)
         self._used = 0
         self._blocks: dict[int, _Block] = {}
         self._ledger = threading.RLock()
+        self._quiet = copy_context()
+        self._quiet.run(np.seterr, all="ignore")
         self.signature = Signer(_alignment).sign
         self._blas = _BlasThreads()
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matmuld-cpu")
@@ -187,15 +188,21 @@ class CpuEngine:
         return CpuPlan(signature, self.empty)
 
     async def run(self, plan: Plan, operands: Operands) -> None:
-        if isinstance(plan, CpuPlan) and plan.is_short:
-            plan.run(operands)
+        launch = plan.bind(operands)
+        if plan.brief:
+            self.start((launch,))
         else:
-            await self._in_thread(self._blas.run, plan.run, operands)
+            await self._in_thread(self._blas.run, launch)
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        self._quiet.run(_in_turn, launches)
+
+    def intake(self, target: Array) -> Callable[[memoryview], None]:
+        return partial(target.reshape(-1).view(np.uint8).data.__setitem__, slice(None))
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
-        if nbytes <= INLINE_BYTES:
-            with np.errstate(all="ignore"):
-                return function(*args)
+        if nbytes <= self.brief_bytes:
+            return self._quiet.run(function, *args)
         return await self._in_thread(_quietly, function, *args)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
@@ -212,7 +219,7 @@ class CpuEngine:
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
-        if source.nbytes <= INLINE_BYTES:
+        if source.nbytes <= self.brief_bytes:
             target[...] = source
         else:
             await self._in_thread(np.copyto, target, source)
@@ -253,6 +260,11 @@ class CpuEngine:
 def _alignment(array: Array) -> int:
     """One class for all: plans do not depend on it, NumPy copies what is not aligned."""
     return int(array.itemsize)
+
+
+def _in_turn(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch()
 
 
 def _quietly(function: Callable[..., T], *args: Any) -> T:

@@ -25,7 +25,7 @@ from nvmath.linalg.advanced import (
 from nvmath.linalg.advanced import MatmulReductionScheme as ReductionScheme
 
 from .epilogs import TABLE, Epilog
-from .protocol import Operands
+from .protocol import Launch, Operands
 from .signature import Signature
 
 NVMATH_VERSION = "1.0.0"
@@ -34,6 +34,8 @@ CANDIDATES = 4
 """Algorithms asked of the heuristic; the first that really runs is kept."""
 HOST_BYTES = 32 << 10
 """Host memory of one planned Matmul, about."""
+
+multiply = cublaslt.matmul
 
 _QUIET = logging.getLogger("matmuld.nvmath")
 _QUIET.setLevel(logging.ERROR)
@@ -67,6 +69,7 @@ class FusedPlan:
 
     path = "fused"
     nbytes = HOST_BYTES
+    brief = True
 
     def __init__(
         self, signature: Signature, operands: Operands, main: Launcher, planning: Launcher
@@ -77,6 +80,7 @@ class FusedPlan:
             Unsupported: there is no algorithm.
         """
         self._main = main
+        self._planning = planning
         self._row = TABLE[signature.epilog]
         try:
             self._matmul = matmul = Matmul(
@@ -96,8 +100,8 @@ class FusedPlan:
                 epilog_inputs=self._epilog_inputs(operands),
                 stream=planning.stream,
             )
-            self._bind(matmul)
-            self._algorithm = self._first_that_runs(operands, planning)
+            self._keep(matmul)
+            self._algorithm = self._first_that_runs(operands)
         except _REFUSALS as error:
             matmul.free()
             raise _refusal(error) from error
@@ -114,7 +118,7 @@ class FusedPlan:
             inputs[self._row.aux_in] = operands.aux
         return inputs or None
 
-    def _bind(self, matmul: Any) -> None:
+    def _keep(self, matmul: Any) -> None:
         self._descriptor = matmul.mm_desc
         self._layouts = (
             matmul.a_layout_ptr,
@@ -127,15 +131,16 @@ class FusedPlan:
         self._set_vector = matmul.mm_desc_ifc.set_bias_pointer_unchecked
         self._set_aux = matmul.mm_desc_ifc.set_epilogue_aux_pointer_unchecked
 
-    def _first_that_runs(self, operands: Operands, planning: Launcher) -> int:
+    def _first_that_runs(self, operands: Operands) -> int:
         """Try the candidates on the planning stream; this also loads the kernels."""
+        planning = self._planning
         buffer = self._matmul.algorithms_buffer
         for index in range(len(buffer)):
             algorithm = buffer[index]["algo"].ctypes.data
             if int(buffer[index]["workspace_size"].item()) > planning.workspace_bytes:
                 continue
             try:
-                self._launch(operands, planning, algorithm)
+                self._bind(operands, planning, int(algorithm))()
             except cublaslt.cuBLASLtError:
                 continue
             planning.stream.synchronize()
@@ -143,20 +148,16 @@ class FusedPlan:
             return int(algorithm)
         raise RuntimeError("none of the heuristic's algorithms runs")
 
-    def run(self, operands: Operands) -> None:
-        self._launch(operands, self._main, self._algorithm)
+    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
+        return self._bind(operands, self._planning if aside else self._main, self._algorithm)
 
-    def _launch(self, operands: Operands, on: Launcher, algorithm: int) -> None:
+    def _bind(self, operands: Operands, on: Launcher, algorithm: int) -> Launch:
+        """The descriptor belongs to all launches of the plan: each sets its own pointers."""
         o = operands
-        self._alpha[0] = o.alpha
-        self._beta[0] = o.beta
-        if o.vector is not None:
-            self._set_vector(o.vector.data.ptr)
-        if o.aux is not None:
-            self._set_aux(o.aux.data.ptr)
+        alpha, beta = self._alpha, self._beta
         d = o.d.data.ptr
         a_layout, b_layout, c_layout, d_layout = self._layouts
-        cublaslt.matmul(
+        arguments = (
             on.handle,
             self._descriptor,
             self._scalars[0],
@@ -174,6 +175,19 @@ class FusedPlan:
             on.workspace_bytes,
             on.stream.ptr,
         )
+        vector = None if o.vector is None else o.vector.data.ptr
+        aux = None if o.aux is None else o.aux.data.ptr
+
+        def launch() -> None:
+            alpha[0] = o.alpha
+            beta[0] = o.beta
+            if vector is not None:
+                self._set_vector(vector)
+            if aux is not None:
+                self._set_aux(aux)
+            multiply(*arguments)
+
+        return launch
 
     def close(self) -> None:
         self._matmul.free()

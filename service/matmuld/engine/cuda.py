@@ -25,9 +25,9 @@ from matmuld_client.errors import DeviceLost, Internal, OutOfMemory, RequestErro
 from . import cublaslt, elementwise
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import TABLE, Epilog
-from .protocol import Array, Memory, Operands, Plan
+from .protocol import Array, Launch, Memory, Operands, Plan
 from .signature import Layout, Options, Signature, Signer
-from .split import SplitPlan, StagedPlan, accumulator, is_column_major, staged
+from .split import SplitPlan, StagedPlan, accumulator, is_column_major, stage, staging
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class CudaEngine:
 
     xp = cupy
     alignment = cublaslt.ALIGNMENT
+    brief_bytes = 1 << 62
 
     def __init__(self, ordinal: int) -> None:
         cublaslt.check_version()
@@ -124,7 +125,7 @@ class CudaEngine:
             raise Internal(f"cuBLASLt refuses {signature.describe()}: {error}") from error
         if plan.path != "fused":
             try:
-                plan.run(operands)
+                plan.bind(operands, aside=True)()
                 self._planning.stream.synchronize()
             except BaseException:
                 plan.close()
@@ -151,7 +152,8 @@ class CudaEngine:
                 if not awkward:
                     raise
         names = unreadable + awkward
-        copies = staged(cupy, operands, names)
+        copies = staging(cupy, operands, names)
+        stage(copies, operands, names)
         dense = self.signature(copies, signature.epilog, signature.options)
         return StagedPlan(cupy, self._fused(dense, copies), names)
 
@@ -166,7 +168,19 @@ class CudaEngine:
         return FusedPlan(signature, operands, self._main, self._planning)
 
     async def run(self, plan: Plan, operands: Operands) -> None:
-        plan.run(operands)
+        plan.bind(operands)()
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        for launch in launches:
+            launch()
+
+    def intake(self, target: Array) -> Callable[[memoryview], None]:
+        address = target.data.ptr
+
+        def fill(data: memoryview) -> None:
+            self._copy_in(address, np.frombuffer(data, np.uint8))
+
+        return fill
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .epilogs import TABLE, AuxKind, Epilog, Row, aux_rows
-from .protocol import Array, Operands
+from .protocol import Array, Engine, Launch, Operands
 
 TILE_BYTES = 1 << 25
 _GELU_SCALE = math.sqrt(2.0 / math.pi)
@@ -49,6 +50,13 @@ def swap(array: Array) -> Array:
 def assign(target: Array, source: Array) -> None:
     """Copy elements, broadcasting."""
     target[...] = source
+
+
+def empty_like(engine: Engine, array: Array) -> Array:
+    """A new array of that shape and layout, which is row- or column-major."""
+    if array.flags.c_contiguous:
+        return engine.empty(array.shape, array.dtype)
+    return swap(engine.empty(swap(array).shape, array.dtype))
 
 
 def write_mask(xp: Any, passes: Array, aux: Array) -> None:
@@ -86,6 +94,20 @@ def tiles(array: Array) -> Iterator[slice]:
     step = max(TILE_BYTES * columns // max(array.nbytes, 1), 1)
     for start in range(0, columns, step):
         yield slice(start, start + step)
+
+
+def finishing(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> list[Launch]:
+    """`finish` on these arrays, bound; a bias and a ReLU in place are a pass each."""
+    row, o = TABLE[epilog], operands
+    short = row.activation in ("none", "relu") and row.aux is None and row.gradient is None
+    if not short or product is not o.d or o.c is not None:
+        return [partial(finish, xp, epilog, product, o)]
+    launches: list[Launch] = []
+    if row.bias:
+        launches.append(partial(xp.add, product, as_column(o.vector), out=product))
+    if row.activation == "relu":
+        launches.append(partial(xp.maximum, product, product.dtype.type(0), out=product))
+    return launches
 
 
 def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:

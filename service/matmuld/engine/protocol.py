@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Array = Any
 T = TypeVar("T")
+Launch = Callable[[], None]
+"""Starts work in the order of calls; may return before it is done."""
 
 
 @dataclass(slots=True)
@@ -63,8 +65,15 @@ class Plan(Protocol):
     def nbytes(self) -> int:
         """Memory that the plan holds, host and device."""
 
-    def run(self, operands: Operands) -> None:
-        """Carry the product out, in the order of calls; may return before it is done."""
+    @property
+    def brief(self) -> bool:
+        """Whether a launch may be on the event loop."""
+
+    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
+        """What carries the product out on these operands, as often as it is called.
+
+        `aside`: on the engine's planning stream, for trials.
+        """
 
     def close(self) -> None:
         """Free what the plan holds."""
@@ -84,6 +93,10 @@ class Engine(Protocol):
     @property
     def alignment(self) -> int:
         """Bytes that every array from `empty` is aligned to."""
+
+    @property
+    def brief_bytes(self) -> int:
+        """Up to this size an elementwise step, once it has run, may be on the event loop."""
 
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""
@@ -113,6 +126,12 @@ class Engine(Protocol):
 
     async def run(self, plan: Plan, operands: Operands) -> None:
         """Run a plan without blocking the event loop for longer than a small product takes."""
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        """Make brief launches, one after the other, at once."""
+
+    def intake(self, target: Array) -> Callable[[memoryview], None]:
+        """What fills a row-major array with bytes, as often as it is called."""
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         """Run an elementwise step over `nbytes` bytes in the device's order, without blocking the

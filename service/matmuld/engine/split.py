@@ -10,7 +10,7 @@ import numpy as np
 
 from . import elementwise
 from .epilogs import Epilog
-from .protocol import Array, Operands, Plan
+from .protocol import Array, Launch, Operands, Plan
 
 
 class SplitPlan:
@@ -23,13 +23,20 @@ class SplitPlan:
         self._epilog = epilog
         self._plain = plain
         self.nbytes = plain.nbytes
+        self.brief = plain.brief
         if plain.path != "fused":
             self.path = f"split, {plain.path}"
 
-    def run(self, operands: Operands) -> None:
+    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
         product = accumulator(self._xp, operands.d)
-        self._plain.run(Operands(operands.a, operands.b, product, alpha=operands.alpha))
-        elementwise.finish(self._xp, self._epilog, product, operands)
+        plain = Operands(operands.a, operands.b, product, alpha=operands.alpha)
+        multiply = self._plain.bind(plain, aside=aside)
+
+        def launch() -> None:
+            multiply()
+            elementwise.finish(self._xp, self._epilog, product, operands)
+
+        return launch
 
     def close(self) -> None:
         self._plain.close()
@@ -45,11 +52,19 @@ class StagedPlan:
         self._inner = inner
         self._names = names
         self.nbytes = inner.nbytes
+        self.brief = inner.brief
         if inner.path != "fused":
             self.path = f"staged, {inner.path}"
 
-    def run(self, operands: Operands) -> None:
-        self._inner.run(staged(self._xp, operands, self._names))
+    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
+        dense = staging(self._xp, operands, self._names)
+        multiply = self._inner.bind(dense, aside=aside)
+
+        def launch() -> None:
+            stage(dense, operands, self._names)
+            multiply()
+
+        return launch
 
     def close(self) -> None:
         self._inner.close()
@@ -70,16 +85,21 @@ def accumulator(xp: Any, d: Array) -> Array:
     return xp.empty(d.shape, dtype)
 
 
-def staged(xp: Any, operands: Operands, names: Sequence[str]) -> Operands:
-    """The operands with dense copies of those named, each in its own orientation; C in the layout
+def staging(xp: Any, operands: Operands, names: Sequence[str]) -> Operands:
+    """The operands with dense memory for those named, each in its own orientation; C in the layout
     of D.
     """
     copies: dict[str, Array] = {}
     for name in names:
         array = getattr(operands, name)
-        column_major = is_column_major(operands.d if name == "c" else array)
-        source = elementwise.swap(array) if column_major else array
-        copy = xp.empty(source.shape, source.dtype)
-        copy[...] = source
-        copies[name] = elementwise.swap(copy) if column_major else copy
+        if is_column_major(operands.d if name == "c" else array):
+            copies[name] = elementwise.swap(xp.empty(elementwise.swap(array).shape, array.dtype))
+        else:
+            copies[name] = xp.empty(array.shape, array.dtype)
     return replace(operands, **copies)
+
+
+def stage(dense: Operands, operands: Operands, names: Sequence[str]) -> None:
+    """Copy the elements of the operands named."""
+    for name in names:
+        elementwise.assign(getattr(dense, name), getattr(operands, name))

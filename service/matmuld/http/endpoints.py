@@ -10,6 +10,7 @@ from matmuld_client.errors import Internal, RequestError
 from matmuld_client.wire import MSGPACK
 from starlette.types import Receive, Scope, Send
 
+from ..calls import Timing
 from ..operations import OPERATIONS
 from ..service import TENANT, Service
 from .exchange import Disconnected, Exchange
@@ -71,8 +72,15 @@ def operation(name: str) -> Answer:
                 service.steps.keep(name, tenant, body, end, step)
         else:
             step, end = known
+            if (recording := step.recording) is not None:
+                exchange.timing = timing = Timing()
+                parts = await recording.answer(body, end, timing)
+                if parts is not None:
+                    timing.queue = perf_counter() - began - timing.compute - timing.copy
+                    await exchange.reply_parts(parts)
+                    return
             payloads = exchange.payloads(body, end)
-        call = service.call(tenant, payloads)
+        call = service.call(tenant, payloads, step)
         exchange.timing = timing = call.timing
         reply = await call.perform(step)
         spent = timing.plan + timing.compute + timing.copy

@@ -30,7 +30,9 @@ from matmuld_client.wire import (
     MSGPACK,
     OCTETS,
     PAYLOAD_LIMIT,
+    Buffer,
     WireError,
+    octets,
     pack,
     unpack_header,
     unpack_payloads,
@@ -39,6 +41,7 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ..calls import Timing
+from ..recordings import JOIN_BYTES
 from ..schemas import Header
 
 H = TypeVar("H", bound=Header)
@@ -47,9 +50,6 @@ JSON_LIMIT = 1 << 24
 """Bytes of a JSON body, and of a tensor in a JSON reply: base64 takes the whole service's time."""
 HANG_UP_TURNS = 8
 """Turns of the event loop until a client that has hung up is noticed; uvloop takes 4 or 5."""
-JOIN_BYTES = 1 << 16
-"""Replies up to this size go out in one piece."""
-
 UNION_MEMBERS = ("literal['payload','tensor']", "Into", "[key]")
 """What pydantic adds to the place of an error."""
 WORDING = {
@@ -272,14 +272,20 @@ class Exchange:
         return self._chunks()
 
     async def reply(
-        self, header: dict[str, Any], arrays: Sequence[np.ndarray[Any, Any]] = (), status: int = 200
+        self,
+        header: dict[str, Any],
+        arrays: Sequence[np.ndarray[Any, Any]] = (),
+        status: int = 200,
     ) -> None:
         """Answer with a header and payloads."""
         payloads = [octets(array) for array in arrays]
         if self.form == MSGPACK:
-            parts = pack(header, payloads)
+            await self.reply_parts(pack(header, payloads), status)
         else:
-            parts = [json.dumps(_inlined(header, payloads)).encode()]
+            await self.reply_parts([json.dumps(_inlined(header, payloads)).encode()], status)
+
+    async def reply_parts(self, parts: Sequence[Buffer], status: int = 200) -> None:
+        """Answer with a body in the form that was asked for."""
         nbytes = sum(map(len, parts))
         if nbytes <= JOIN_BYTES:
             parts = [b"".join(parts)]
@@ -363,13 +369,6 @@ def _location(parts: Sequence[int | str]) -> str:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
-
-
-def octets(array: np.ndarray[Any, Any]) -> memoryview:
-    """The memory of a dense array, row- or column-major, as bytes."""
-    if not array.flags.c_contiguous:
-        array = array.swapaxes(-1, -2)
-    return array.reshape(-1).view(np.uint8).data
 
 
 def _inlined(header: Any, payloads: Sequence[memoryview]) -> Any:

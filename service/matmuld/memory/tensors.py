@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 from matmuld_client.errors import OutOfMemory
 
@@ -29,6 +30,7 @@ class Resident:
     Attributes:
         value: an array; of a tape, what its kind keeps, made of `arrays`.
         rows: of aux data, the rows that are not padding.
+        readers: what reads the value over and over; closed when it is freed or replaced.
         weight: of aux data, the handle of the weight of the layer that it belongs to, if that was
             resident.
     """
@@ -45,19 +47,26 @@ class Resident:
     weight: str | None = None
     version: int = 1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    readers: WeakSet[Closable] = field(default_factory=WeakSet)
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
-    def touch(self) -> None:
+    def touch(self, now: float) -> None:
         """Start the time to live again."""
         if not self.pinned:
-            self.expires_at = monotonic() + self.ttl
+            self.expires_at = now + self.ttl
 
     def pin(self, pinned: bool) -> None:
         self.pinned = pinned
         self.expires_at = FOREVER if pinned else monotonic() + self.ttl
+
+
+class Closable(Protocol):
+    """What reads a value over and over, and must stop when it is no longer held."""
+
+    def close(self) -> None: ...
 
 
 class TensorStore:
@@ -102,8 +111,9 @@ class TensorStore:
         """
         resident = self._residents.get(handle)
         if resident is not None and resident.tenant == tenant:
-            if resident.expires_at > monotonic():
-                resident.touch()
+            now = monotonic()
+            if resident.expires_at > now:
+                resident.touch(now)
                 return resident
             self._expire(resident)
         raise self.mint.explain(tenant, handle, operand)
@@ -161,7 +171,7 @@ class TensorStore:
             rows,
             weight,
         )
-        resident.touch()
+        resident.touch(monotonic())
         self._residents[resident.handle] = resident
         self._retain(resident)
         return resident
@@ -172,7 +182,11 @@ class TensorStore:
         resident.value, resident.arrays = value, (value,)
         self._retain(resident)
         resident.version += 1
-        resident.touch()
+        resident.touch(monotonic())
+
+    def holds(self, resident: Resident) -> bool:
+        """Whether it has not been freed."""
+        return resident.handle in self._residents
 
     def free(self, resident: Resident) -> None:
         """Forget the handle; the memory goes with its last user. Freeing twice is nothing."""
@@ -190,6 +204,9 @@ class TensorStore:
                 self._nbytes[resident.tenant] = used + array.nbytes
 
     def _release(self, resident: Resident) -> None:
+        """Nothing reads or counts what it had any more."""
+        for reader in list(resident.readers):
+            reader.close()
         for array in resident.arrays:
             key = resident.tenant, id(array)
             self._holders[key] -= 1

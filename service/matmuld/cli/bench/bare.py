@@ -99,6 +99,7 @@ def main(kind: str, descriptors: Sequence[int]) -> None:
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
     )
     uvicorn.Server(config).run([socket.socket(fileno=descriptor) for descriptor in descriptors])
 
