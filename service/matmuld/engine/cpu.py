@@ -23,7 +23,7 @@ from threadpoolctl import ThreadpoolController
 from . import elementwise
 from .elementwise import swap
 from .epilogs import TABLE
-from .protocol import Array, Memory, Operands, Plan
+from .protocol import Array, Elementwise, Memory, Operands, Plan
 from .signature import Signature, Signer
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class CpuPlan:
             if o.alpha != 1.0:
                 product *= product.dtype.type(o.alpha)
             if not self._plain or o.c is not None or product is not o.d:
-                elementwise.finish(np, self._epilog, product, o)
+                elementwise.finish(self._epilog, product, o)
 
     def close(self) -> None:
         self._a = self._b = self._product = None
@@ -133,6 +133,7 @@ class CpuEngine:
 
     name = "cpu"
     xp = np
+    elementwise: Elementwise = elementwise
     alignment = ALIGNMENT
 
     def __init__(self, limit: int | None = None) -> None:

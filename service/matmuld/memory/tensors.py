@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from matmuld_client.errors import OutOfMemory
 
+from ..engine.epilogs import AuxKind
 from ..engine.protocol import Array
 from .handles import HandleMint
 
-Kind = Literal["tensor", "relu_aux", "gelu_aux", "tape"]
+Kind = Literal["tensor", AuxKind, "tape"]
 
 FOREVER = float("inf")
 
