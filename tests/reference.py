@@ -53,19 +53,43 @@ def relu(z: F64) -> F64:
     return np.where(z > 0, z, 0.0)
 
 
+def normal_cdf(z: F64) -> F64:
+    return np.asarray(np.vectorize(lambda v: math.erfc(-v / math.sqrt(2)) / 2, [float])(z))
+
+
+def normal_pdf(z: F64) -> F64:
+    return np.asarray(np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+
+
+def logistic(z: F64) -> F64:
+    return np.asarray(0.5 + 0.5 * np.tanh(z / 2))
+
+
+FUNCTIONS: dict[str, Callable[[F64], F64]] = {
+    "none": lambda z: z,
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_erf": lambda z: z * normal_cdf(z),
+    "silu": lambda z: z * logistic(z),
+    "leaky_relu": lambda z: np.where(z > 0, z, 0.01 * z),
+}
+DERIVATIVES: dict[str, Callable[[F64], F64]] = {
+    "none": np.ones_like,
+    "relu": lambda z: (z > 0).astype(np.float64),
+    "gelu": gelu_prime,
+    "gelu_erf": lambda z: normal_cdf(z) + z * normal_pdf(z),
+    "silu": lambda z: logistic(z) + z * logistic(z) * logistic(-z),
+    "leaky_relu": lambda z: np.where(z > 0, 1.0, 0.01),
+}
+ACTIVATIONS = tuple(FUNCTIONS)[1:]
+
+
 def activate(name: str, z: F64) -> F64:
-    functions: dict[str, Callable[[F64], F64]] = {
-        "none": lambda v: v,
-        "relu": relu,
-        "gelu": gelu,
-    }
-    return functions[name](z)
+    return FUNCTIONS[name](z)
 
 
 def activation_prime(name: str, z: F64) -> F64:
-    if name == "relu":
-        return (z > 0).astype(np.float64)
-    return gelu_prime(z) if name == "gelu" else np.ones_like(z)
+    return DERIVATIVES[name](z)
 
 
 def padded_rows(kind: str, m: int) -> int:
@@ -90,8 +114,8 @@ def pack_mask(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> Host:
     return aux.swapaxes(-1, -2)
 
 
-def gelu_aux(z: Host) -> Host:
-    """A gelu_aux (…, R, N), column-major, of pre-activations (…, m, N)."""
+def pre_activation_aux(z: Host) -> Host:
+    """A gelu_aux or the like (…, R, N), column-major, of pre-activations (…, m, N)."""
     *lead, m, n = z.shape
     aux = np.zeros((*lead, n, padded_rows("gelu_aux", m)), z.dtype)
     aux[..., :m] = z.swapaxes(-1, -2)

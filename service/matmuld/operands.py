@@ -21,13 +21,14 @@ from matmuld_client.wire import (
 )
 
 from .engine.elementwise import swap
+from .engine.epilogs import AUX_KINDS
 from .engine.protocol import Array, Engine
 from .memory.tensors import TensorStore
 from .schemas import Into, Tensor
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 SOURCES = ("payload", "data", "tensor")
-AUX_DTYPES = {"relu_aux": ("uint8",), "gelu_aux": FLOATS}
+AUX_DTYPES = {kind: ("uint8",) if kind == "relu_aux" else FLOATS for kind in AUX_KINDS}
 BYTES_LIMIT = 1 << 48
 """What an address can reach. Extents of 0 count as 1, so that no size can overflow."""
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from .engine.epilogs import AuxKind
+
 Shape = list[int]
 
 
@@ -23,7 +25,7 @@ class Output(Reply):
     dtype: str
     shape: Shape
     strides: Shape | None = None
-    kind: Literal["tensor", "relu_aux", "gelu_aux"] | None = None
+    kind: Literal["tensor", AuxKind] | None = None
     payload: int | None = None
     data: str | None = None
     tensor: str | None = None
@@ -77,7 +79,7 @@ class Metadata(Reply):
     """What is told about a tensor or tape."""
 
     tensor: str
-    kind: Literal["tensor", "relu_aux", "gelu_aux", "tape"]
+    kind: Literal["tensor", AuxKind, "tape"]
     dtype: str | None = None
     shape: Shape | None = None
     strides: Shape | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from matmuld_client.wire import DIMENSIONS_LIMIT
 from pydantic import BaseModel, ConfigDict, Field
 
-from .engine.epilogs import Activation, Epilog
+from .engine.epilogs import ACTIVATIONS, CUBLASLT, AuxKind
 
 Shape = Annotated[list[int], Field(max_length=DIMENSIONS_LIMIT)]
 Want = Literal["dx", "dweight", "dbias"]
@@ -31,7 +31,7 @@ class Tensor(Header):
     shape: Shape | None = None
     strides: Shape | None = Field(default=None, description="in elements; row-major if absent")
     offset: int = Field(default=0, description="in elements; into a tensor that the service holds")
-    kind: Literal["tensor", "relu_aux", "gelu_aux"] | None = None
+    kind: Literal["tensor", AuxKind] | None = None
     payload: int | None = Field(default=None, description="index of a payload of this body")
     data: str | None = Field(default=None, description="base64, in JSON bodies")
     tensor: str | None = Field(default=None, description="a handle")
@@ -70,7 +70,7 @@ class LinearForward(Header):
     c: Tensor | None = None
     alpha: float = 1.0
     beta: float | None = None
-    activation: str = "none"
+    activation: str = Field(default="none", examples=list(ACTIVATIONS))
     save_aux: bool = False
     options: Options = Options()
     outputs: dict[Literal["y", "aux"], Placement] = {}
@@ -96,7 +96,7 @@ class Layer(Header):
 
     weight: Tensor
     bias: Tensor | None = None
-    activation: str = "none"
+    activation: str = Field(default="none", examples=list(ACTIVATIONS))
 
 
 class MlpForward(Header):
@@ -131,7 +131,7 @@ class Matmul(Header):
     c: Tensor | None = None
     alpha: float = 1.0
     beta: float | None = None
-    epilog: str | None = Field(default=None, examples=[epilog.value for epilog in Epilog])
+    epilog: str | None = Field(default=None, examples=[epilog.value for epilog in CUBLASLT])
     bias: Tensor | None = None
     relu_aux: Tensor | None = None
     gelu_aux: Tensor | None = None
@@ -173,6 +173,3 @@ class Warm(Header):
     """Plans to make ahead."""
 
     requests: Annotated[list[WarmRequest], Field(max_length=1024)]
-
-
-ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "gelu")

@@ -7,8 +7,6 @@ as they are written.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .calls import Call
@@ -47,15 +45,9 @@ async def forward(
 async def pre_activation_gradient(call: Call, dy: Array, aux: Array, kind: AuxKind) -> Array:
     """dz ``[batch, out]`` = dy ⊙ activation'(z), from the layer's aux."""
     dz = call.empty(dy.shape, dy.dtype)
-    await call.compute(4 * dy.nbytes, _mask, call.engine.xp, kind, dy, aux, dz)
+    mask = call.engine.elementwise.pre_activation_gradient
+    await call.compute(4 * dy.nbytes, mask, kind, dy, aux, dz)
     return dz
-
-
-def _mask(xp: Any, kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
-    dtype = elementwise.accumulator_dtype(np.dtype(dy.dtype))
-    for part in elementwise.tiles(dy.T):
-        gradient = dy.T[:, part].astype(dtype)
-        dz.T[:, part] = elementwise.activation_gradient(xp, kind, gradient, aux[:, part])
 
 
 async def input_gradient(
@@ -103,12 +95,7 @@ async def weight_gradient(
 
 async def bias_gradient(call: Call, dz: Array, dbias: Array) -> None:
     """dbias ``[out]`` = Σ dz over the batch."""
-    await call.compute(2 * dz.nbytes, _sum, dz, dbias)
-
-
-def _sum(dz: Array, dbias: Array) -> None:
-    dtype = elementwise.accumulator_dtype(np.dtype(dz.dtype))
-    dbias[...] = dz.astype(dtype, copy=False).sum(axis=0)
+    await call.compute(2 * dz.nbytes, call.engine.elementwise.sum_rows, dz, dbias)
 
 
 async def accumulate(call: Call, gradient: Array, old: Array, alpha: float, beta: float) -> Array:

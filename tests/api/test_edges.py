@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ..local import Answer, Wire, raw, tensor
-from ..reference import DTYPES, Host
+from ..reference import ACTIVATIONS, DTYPES, Host
 from .refusals import BACKWARD, FORWARD, MATMUL, MLP_BACKWARD, MLP_FORWARD, TENSORS
 
 NAN, INF = float("nan"), float("inf")
@@ -22,7 +22,7 @@ def send(wire: Wire, path: str, header: dict[str, Any], *arrays: Host) -> Answer
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lead", [(0,), (3, 0), (0, 2)])
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
 def test_an_empty_batch(wire: Wire, dtype: str, lead: tuple[int, ...], activation: str) -> None:
     x, weight, bias = (np.ones(s, DTYPES[dtype]) for s in ((*lead, 3), (4, 3), (4,)))
     header = {
@@ -99,7 +99,7 @@ def test_nan_and_infinity_in_a_product(wire: Wire, dtype: str) -> None:
     assert np.array_equal(y, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_and_infinity_in_an_activation(wire: Wire, activation: str) -> None:
     """ReLU of NaN is NaN, or 0 by some of the kernels of cuBLASLt: docs/protocol.md, NaN."""
     x, weight = np.eye(16, dtype=np.float32)[:4], np.zeros((8, 16), np.float32)
@@ -115,6 +115,8 @@ def test_nan_and_infinity_in_an_activation(wire: Wire, activation: str) -> None:
     assert np.isposinf(y[:, 1]).all()
     if activation == "relu":
         assert np.array_equal(y[:, 2:], np.tile([0, 1, 0, 0, 2, 0], (4, 1)))
+    elif activation == "leaky_relu":
+        assert np.isneginf(y[:, 2]).all()
     else:
         assert np.isnan(y[:, 2]).all()
         assert np.isfinite(y[:, 3:]).all()

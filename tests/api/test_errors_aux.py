@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from ..local import Wire, raw, tensor
-from ..reference import pack_mask
+from ..reference import ACTIVATIONS, pack_mask
 from .refusals import BACKWARD, BODY, FORWARD, MATMUL, TENSORS, WEIGHT, X, refused_header
 
 DY = np.ones((2, 4), np.float32)
+KINDS = "relu_aux, gelu_aux, gelu_erf_aux, silu_aux or leaky_relu_aux"
 
 
 @pytest.fixture
 def auxes(wire: Wire) -> Iterator[dict[str, str]]:
-    """Handles of a relu_aux and a gelu_aux of 4 outputs and a batch of 2."""
+    """Handles of an aux of each kind, of 4 outputs and a batch of 2."""
     handles = {}
-    for activation in ("relu", "gelu"):
+    for activation in ACTIVATIONS:
         header = {"x": tensor(X, 0), "weight": tensor(WEIGHT, 1), "activation": activation}
         answer = wire.send(FORWARD, {**header, "save_aux": True}, *BODY)
         handles[f"{activation}_aux"] = answer.header["aux"]["tensor"]
@@ -34,7 +35,7 @@ def test_a_mask_where_numbers_are_due(wire: Wire, auxes: dict[str, str]) -> None
     refused_header(wire, FORWARD, header, raw(DY), code="invalid_operands", operand="x", says=says)
 
 
-@pytest.mark.parametrize("kind", ["relu_aux", "gelu_aux"])
+@pytest.mark.parametrize("kind", [f"{name}_aux" for name in ACTIVATIONS])
 @pytest.mark.parametrize(
     ("batch", "outputs", "looks"),
     [(3, 4, "of 4 rows and 3 columns"), (1, 4, "of 4 rows and 1 columns"), (2, 200, "of 200 rows")],
@@ -50,7 +51,7 @@ def test_an_aux_of_another_shape(
     )
 
 
-@pytest.mark.parametrize("kind", ["relu_aux", "gelu_aux"])
+@pytest.mark.parametrize("kind", [f"{name}_aux" for name in ACTIVATIONS])
 def test_an_aux_of_other_rows_within_the_same_padding(
     wire: Wire, auxes: dict[str, str], kind: str
 ) -> None:
@@ -65,9 +66,10 @@ def test_an_aux_of_other_rows_within_the_same_padding(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "aux: expected a relu_aux or gelu_aux, got kind none"),
-        ({"kind": "tensor"}, "aux: expected a relu_aux or gelu_aux, got kind tensor"),
+        ({}, f"aux: expected a {KINDS}, got kind none"),
+        ({"kind": "tensor"}, f"aux: expected a {KINDS}, got kind tensor"),
         ({"kind": "gelu_aux"}, "aux: expected dtype float64 or ... got 'uint8'"),
+        ({"kind": "silu_aux"}, "aux: expected dtype float64 or ... got 'uint8'"),
         ({"kind": "relu_aux", "dtype": "float32"}, "aux: expected dtype uint8, got 'float32'"),
         ({"kind": "relu_aux", "shape": [2, 16]}, "aux: expected shape (16, 2) (relu_aux of 4 rows"),
         ({"kind": "relu_aux", "shape": [32]}, "aux: expected shape (16, 2) ... got (32,)"),
@@ -91,9 +93,15 @@ def test_an_aux_in_the_body_of_another_kind_or_shape(
     )
 
 
-def test_an_aux_that_is_said_to_be_of_another_kind(wire: Wire, auxes: dict[str, str]) -> None:
-    header = {"dy": tensor(DY, 0), "aux": {"tensor": auxes["relu_aux"], "kind": "gelu_aux"}}
-    says = "aux: expected kind relu_aux, which the tensor has, got gelu_aux"
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("relu_aux", "gelu_aux"), ("gelu_erf_aux", "gelu_aux"), ("silu_aux", "leaky_relu_aux")],
+)
+def test_an_aux_that_is_said_to_be_of_another_kind(
+    wire: Wire, auxes: dict[str, str], kind: str, said: str
+) -> None:
+    header = {"dy": tensor(DY, 0), "aux": {"tensor": auxes[kind], "kind": said}}
+    says = f"aux: expected kind {kind}, which the tensor has, got {said}"
     refused_header(
         wire, BACKWARD, header, raw(DY), code="invalid_operands", operand="aux", says=says
     )
@@ -110,6 +118,14 @@ def test_an_aux_that_is_said_to_be_of_another_kind(wire: Wire, auxes: dict[str, 
             "dtype uint8, the tensor has float32",
         ),
         ("DGELU", "gelu_aux", "relu_aux", "invalid_operands", "the tensor has uint8"),
+        (
+            "DGELU",
+            "gelu_aux",
+            "gelu_erf_aux",
+            "invalid_operands",
+            "gelu_aux: expected kind gelu_aux, got gelu_erf_aux",
+        ),
+        ("DGELU", "gelu_aux", "silu_aux", "invalid_operands", "expected kind gelu_aux, got silu"),
         ("DRELU", "gelu_aux", "gelu_aux", "malformed", "expected relu_aux with epilog DRELU"),
         ("RELU", "relu_aux", "relu_aux", "malformed", "expected no relu_aux with epilog RELU"),
     ],

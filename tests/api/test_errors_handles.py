@@ -179,7 +179,8 @@ def test_a_tensor_where_a_tape_is_due(wire: Wire, held: str) -> None:
 
 def test_a_tensor_where_an_aux_is_due(wire: Wire, held: str) -> None:
     path, header = PLACES["aux"](held)
-    says = f"aux: expected a relu_aux or gelu_aux, {held} is a tensor"
+    kinds = "relu_aux, gelu_aux, gelu_erf_aux, silu_aux or leaky_relu_aux"
+    says = f"aux: expected a {kinds}, {held} is a tensor"
     refused_header(wire, path, header, raw(DY), code="conflict", operand="aux", says=says)
     refused(
         wire,

@@ -23,7 +23,11 @@ C = np.zeros((2, 4), np.float32)
         (forward(c=tensor(C, 2)), "beta", "c came without beta"),
         (forward(c=tensor(C.T, 2), beta=1.0), "c", "expected shape (2, 4) ... got (4, 2)"),
         (forward(c=tensor(C[0], 2), beta=1.0), "c", "expected shape (2, 4) ... got (4,)"),
-        (forward(save_aux=True), "save_aux", "expected activation relu or gelu, got none"),
+        (
+            forward(save_aux=True),
+            "save_aux",
+            "expected activation relu, gelu, gelu_erf, silu or leaky_relu, got none",
+        ),
     ],
 )
 def test_scales_and_aux(wire: Wire, header: dict[str, Any], operand: str, says: str) -> None:

@@ -9,7 +9,16 @@ import pytest
 from matmuld_client import Accumulate, Client, RemoteTensor
 
 from .. import reference
-from ..reference import DTYPES, F64, Host, activate, activation_prime, assert_close, f64
+from ..reference import (
+    ACTIVATIONS,
+    DTYPES,
+    F64,
+    Host,
+    activate,
+    activation_prime,
+    assert_close,
+    f64,
+)
 
 SHAPES = [((5, 7), 3), ((1, 64), 32), ((33, 1), 9), ((8, 16), 1), ((2, 3, 10), 4), ((6,), 5)]
 
@@ -32,7 +41,7 @@ def fetched(result: Host | RemoteTensor | None) -> Host:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
 @pytest.mark.parametrize(("x_shape", "outputs"), SHAPES)
 def test_forward(
     client: Client, dtype: str, activation: Any, x_shape: tuple[int, ...], outputs: int
@@ -61,10 +70,11 @@ def test_forward(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_backward_from_dy_and_aux(client: Client, dtype: str, activation: Any) -> None:
     x, weight, bias, dy = arrays(dtype, (20, 12), (17, 12), (17,), (20, 17))
     _, aux = client.linear(x, weight, bias, activation=activation, save_aux=True)
+    assert aux.kind == f"{activation}_aux"
     got = client.linear_backward(weight, x, dy=dy, aux=aux)
     z = f64(x) @ f64(weight).T + f64(bias)
     check_gradients(got, f64(dy) * activation_prime(activation, z), x, weight, dtype)
@@ -101,7 +111,7 @@ def test_only_what_is_wanted_comes_back(client: Client, wants: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("outputs", [17, 1])
 def test_input_aux_makes_dx_the_dz_of_the_layer_below(
     client: Client, dtype: str, activation: Any, outputs: int
@@ -114,6 +124,27 @@ def test_input_aux_makes_dx_the_dz_of_the_layer_below(
     scale = bound(dz2, w2)
     assert_close(fetched(got.dx), dz1, scale, dtype, approximate=True)
     assert_close(fetched(got.input_dbias), dz1.sum(0), scale.sum(0), dtype, approximate=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_are_those_of_differences(client: Client, activation: Any) -> None:
+    x, weight, bias, dy = arrays("float64", (6, 5), (7, 5), (7,), (6, 7), seed=3)
+    _, aux = client.linear(x, weight, bias, activation=activation, save_aux=True)
+    got = client.linear_backward(weight, x, dy=dy, aux=aux)
+
+    def loss(x: Host, weight: Host, bias: Host) -> float:
+        return float(np.sum(dy * client.linear(x, weight, bias, activation=activation)))
+
+    step = 1e-6
+    for place, gradient in enumerate((got.dx, got.dweight, got.dbias)):
+        for index in np.ndindex(fetched(gradient).shape):
+            values = []
+            for sign in (1, -1):
+                operands = [x.copy(), weight.copy(), bias.copy()]
+                operands[place][index] += sign * step
+                values.append(loss(*operands))
+            difference = (values[0] - values[1]) / (2 * step)
+            assert fetched(gradient)[index] == pytest.approx(difference, abs=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -67,7 +67,14 @@ class Network:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "activations", [("relu", "relu", "none"), ("gelu", "none", "gelu"), ("none", "gelu", "relu")]
+    "activations",
+    [
+        ("relu", "relu", "none"),
+        ("gelu", "none", "gelu"),
+        ("none", "gelu", "relu"),
+        ("gelu_erf", "silu", "leaky_relu"),
+        ("leaky_relu", "gelu_erf", "silu"),
+    ],
 )
 def test_a_stack_and_its_gradients(client: Client, dtype: str, activations: Any) -> None:
     net = Network(dtype, activations)

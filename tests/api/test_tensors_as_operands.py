@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from ..local import Wire, decoded, raw, tensor
-from ..reference import Host, activation_prime, assert_close, f64, gelu_aux, pack_mask, random
+from ..reference import (
+    ACTIVATIONS,
+    Host,
+    activation_prime,
+    assert_close,
+    f64,
+    pack_mask,
+    pre_activation_aux,
+    random,
+)
 from .refusals import BACKWARD, FORWARD, MATMUL, MLP_FORWARD, OCTETS, TENSORS, refused_header
 
 RNG = np.random.default_rng(11)
@@ -126,15 +135,22 @@ def test_masks_of_a_batch_of_products(wire: Wire, handles: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "batch"), SHAPES)
-@pytest.mark.parametrize("kind", ["relu_aux", "gelu_aux"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_aux_data_from_the_client(
-    wire: Wire, handles: list[str], outputs: int, batch: int, kind: str, held: bool, order: Any
+    wire: Wire,
+    handles: list[str],
+    outputs: int,
+    batch: int,
+    activation: str,
+    held: bool,
+    order: Any,
 ) -> None:
     """Uploaded or in the body, in any order, it does what the service's own does."""
+    kind = f"{activation}_aux"
     z, dy = random(RNG, (batch, outputs), "float32"), random(RNG, (batch, outputs), "float32")
-    aux = pack_mask(z.T >= 0) if kind == "relu_aux" else gelu_aux(z.T)
+    aux = pack_mask(z.T >= 0) if activation == "relu" else pre_activation_aux(z.T)
     rows, columns = aux.shape
     strides = [columns, 1] if order == "C" else [1, rows]
     given: dict[str, Any] = tensor(aux, 0, kind=kind, strides=strides)
@@ -148,8 +164,7 @@ def test_aux_data_from_the_client(
     else:
         header = {"dy": tensor(dy, 1), "aux": given}
         answer = wire.send(BACKWARD, header, data, raw(dy))
-    name = "relu" if kind == "relu_aux" else "gelu"
-    dz = f64(dy) * activation_prime(name, f64(z))
+    dz = f64(dy) * activation_prime(activation, f64(z))
     scale = np.abs(f64(dy)).sum(0) + 1
     assert_close(answer.array("dbias"), dz.sum(0), scale, "float32", approximate=True)
 

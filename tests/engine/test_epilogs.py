@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matmuld.engine.elementwise import TILE_BYTES
-from matmuld.engine.epilogs import TABLE, Epilog, aux_rows
+from matmuld.engine.epilogs import ACTIVATION_OF, AUX_KINDS, TABLE, AuxKind, Epilog, aux_rows
 from matmuld.engine.protocol import Operands
 
 from .. import reference
-from ..reference import DTYPES, F64, TOLERANCE, Host, activate, assert_close, f64
+from ..reference import DTYPES, F64, TOLERANCE, Host, activate, activation_prime, assert_close, f64
 from .conftest import Bench
 
 SIZES = [(1, 1, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3), (8, 16, 32), (65, 43, 21), (129, 100, 57)]
@@ -44,7 +44,7 @@ class Case:
     def aux_in(self) -> Host | None:
         if self.row.aux_in == "relu_aux":
             return reference.pack_mask(f64(self.z) > 0)
-        return reference.gelu_aux(self.z) if self.row.aux_in else None
+        return reference.pre_activation_aux(self.z) if self.row.aux_in else None
 
     def pre_activation(self, alpha: float, beta: float) -> F64:
         z = alpha * (f64(self.a) @ f64(self.b)) + beta * f64(self.c)
@@ -86,16 +86,16 @@ def check(bench: Bench, case: Case, operands: Operands, alpha: float, beta: floa
     expected = activate(row.activation, z)
     if row.aux_in == "relu_aux":
         expected = z * (f64(case.z) > 0)
-    elif row.aux_in == "gelu_aux":
-        expected = z * reference.gelu_prime(f64(case.z))
+    elif row.aux_in is not None:
+        expected = z * activation_prime(ACTIVATION_OF[row.aux_in], f64(case.z))
     scale = case.scale()
-    approximate = "gelu" in (row.activation, str(row.aux_in)[:4])
+    approximate = "gelu" in (row.activation, str(row.aux)[:4])
     assert_close(bench.down(operands.d), expected, scale, case.dtype, approximate=approximate)
     if row.aux_out == "relu_aux":
         got = reference.unpack_mask(bench.down(operands.aux), case.m)
         sure = np.abs(z) > 1e-2 * scale
         np.testing.assert_array_equal(got[sure], (z > 0)[sure])
-    elif row.aux_out == "gelu_aux":
+    elif row.aux_out is not None:
         assert_close(bench.down(operands.aux)[..., : case.m, :], z, scale, case.dtype)
     if row.gradient is not None:
         terms, axis = {
@@ -197,29 +197,29 @@ def test_operands_may_lie_in_any_way(bench: Bench, epilog: Epilog, layout: str) 
         check(bench, case, operands, 1.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["relu_aux", "gelu_aux"])
+@pytest.mark.parametrize("kind", AUX_KINDS)
 @pytest.mark.parametrize("m", [1, 8, 9, 127, 128, 129, 1000])
-def test_aux_is_padded_as_cublaslt_pads_it(name: str, m: int) -> None:
-    assert aux_rows("relu_aux" if name == "relu_aux" else "gelu_aux", m) == (
-        reference.padded_rows(name, m)
-    )
+def test_aux_is_padded_as_cublaslt_pads_it(kind: AuxKind, m: int) -> None:
+    assert aux_rows(kind, m) == reference.padded_rows(kind, m)
 
 
 NUMBERS = [np.nan, -np.inf, -1.0, np.inf, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("size", [(6, 1, 8), (64, 64, 64), (256, 8, 256)])
-@pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU, Epilog.RELU_BIAS, Epilog.GELU_BIAS])
+@pytest.mark.parametrize(
+    "epilog", [epilog for epilog, row in TABLE.items() if row.aux is None and row.gradient is None]
+)
 def test_nan_and_infinity_go_through_as_ieee_numbers(
     bench: Bench, epilog: Epilog, size: tuple[int, int, int]
 ) -> None:
     m, n, k = size
     row = TABLE[epilog]
     numbers = np.asarray(NUMBERS)
-    expected = {"none": numbers, "relu": np.maximum(numbers, 0)}.get(row.activation)
-    if expected is None:
-        with np.errstate(invalid="ignore"):
-            expected = reference.gelu(numbers)
+    with np.errstate(invalid="ignore"):
+        expected = activate(row.activation, numbers)
+    if row.activation == "relu":
+        expected = np.maximum(numbers, 0)
     for dtype in DTYPES:
         a, b = np.zeros((m, k), DTYPES[dtype]), np.zeros((k, n), DTYPES[dtype])
         a[:6, 0], b[0] = np.asarray(NUMBERS).astype(DTYPES[dtype]), DTYPES[dtype].type(1)

@@ -12,7 +12,7 @@ import pytest
 from matmuld_client import Client, Layer
 
 from ..local import running
-from ..reference import DTYPES, Host, f64
+from ..reference import ACTIVATIONS, DTYPES, Host, f64
 
 pytestmark = pytest.mark.gpu
 
@@ -52,18 +52,22 @@ def with_torch(
         host = torch.tensor(f64(array), dtype=getattr(torch, dtype), device="cuda")
         return host.requires_grad_()
 
+    functional = torch.nn.functional
+    functions: dict[str, Any] = {
+        "relu": functional.relu,
+        "gelu": lambda z: functional.gelu(z, approximate="tanh"),
+        "gelu_erf": functional.gelu,
+        "silu": functional.silu,
+        "leaky_relu": functional.leaky_relu,
+    }
     parameters = [leaf(p) for pair in zip(weights, biases, strict=True) for p in pair]
     held = hidden = leaf(x)
     for index in range(0, len(parameters), 2):
-        hidden = torch.nn.functional.linear(hidden, parameters[index], parameters[index + 1])
+        hidden = functional.linear(hidden, parameters[index], parameters[index + 1])
         if index < len(parameters) - 2:
-            hidden = (
-                torch.relu(hidden)
-                if activation == "relu"
-                else torch.nn.functional.gelu(hidden, approximate="tanh")
-            )
+            hidden = functions[activation](hidden)
     hidden.retain_grad()
-    loss = torch.nn.functional.cross_entropy(hidden.float(), torch.tensor(labels, device="cuda"))
+    loss = functional.cross_entropy(hidden.float(), torch.tensor(labels, device="cuda"))
     loss.backward()
 
     def down(tensor: Any) -> Host:
@@ -77,7 +81,7 @@ def relative(got: object, expected: Host) -> float:
     return float(np.linalg.norm(f64(got) - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", BARS)
 def test_every_gradient_of_a_step_is_autograds(gpu: Client, dtype: str, activation: Any) -> None:
     weights, biases, x, labels = network(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from matmuld_client import (
 from matmuld_client.operations import Activation
 
 from ..reference import (
+    ACTIVATIONS,
     DTYPES,
     TOLERANCE,
     Host,
@@ -48,7 +50,7 @@ def close(got: object, expected: Host, dtype: str = "float32") -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
 def test_linear(
     client: Client, rng: np.random.Generator, dtype: str, activation: Activation
 ) -> None:
@@ -107,7 +109,7 @@ def test_a_result_may_stay_or_replace_a_tensor(client: Client, rng: np.random.Ge
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_linear_backward(
     client: Client, rng: np.random.Generator, dtype: str, activation: Activation
 ) -> None:
@@ -267,7 +269,7 @@ def test_the_mask_of_a_linear_layer(client: Client, rng: np.random.Generator) ->
         client.put(x).mask()
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_aux_takes_other_contents(
     client: Client, rng: np.random.Generator, activation: Activation
 ) -> None:
@@ -278,6 +280,20 @@ def test_an_aux_takes_other_contents(
     dy = random(rng, (BATCH, OUT), "float32")
     expected = f64(dy) * activation_prime(activation, -f64(x) @ f64(weight).T)
     close(client.linear_backward(dy=dy, aux=aux).dbias, expected.sum(0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_aux_is_put_back_under_its_kind(
+    client: Client, rng: np.random.Generator, activation: Activation
+) -> None:
+    x, weight = random(rng, (BATCH, IN), "float32"), random(rng, (OUT, IN), "float32")
+    _, aux = client.linear(x, weight, activation=activation, save_aux=True)
+    dy = random(rng, (BATCH, OUT), "float32")
+    kind: Any = f"{activation}_aux"
+    with client.put(aux.numpy(), kind=kind) as again:
+        assert again.kind == aux.kind == kind
+        first, second = (client.linear_backward(dy=dy, aux=a).dbias for a in (aux, again))
+    np.testing.assert_array_equal(first, second)
 
 
 def test_options_reach_the_planner(client: Client, rng: np.random.Generator) -> None:

@@ -35,6 +35,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: CLIENT.mlp(X, [(X, None)]),
         r"layers\[0\]: expected a Layer, got tuple",
     ),
+    "an aux of no activation": (
+        lambda: CLIENT.linear_backward(dy=X, aux=X),
+        "aux: expected a RemoteTensor, as an array of float32 does not say of which activation",
+    ),
     "a tensor is stored": (lambda: CLIENT.put(TENSOR), r"RemoteTensor .* call numpy\(\)"),
     "an extent is no integer": (lambda: CLIENT.zeros((2.5,)), "float.* as an integer"),
 }

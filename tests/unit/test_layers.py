@@ -24,14 +24,14 @@ LAYERS = (
     ("calls",),
     ("operands",),
     ("memory", "pool"),
-    ("schemas",),
+    ("replies", "schemas"),
     ("engine",),
-    ("__init__", "replies", "settings"),
+    ("__init__", "settings"),
 )
 RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 CUDA = ("cuda", "cupy", "cupyx", "nvmath")
-CUDA_MODULES = ("matmuld.engine", "matmuld.engine.cublaslt", "matmuld.engine.cuda")
+CUDA_MODULES = tuple(f"matmuld.engine{name}" for name in ("", ".cublaslt", ".cuda", ".kernels"))
 SHARED_WITH_THE_CLIENT = ("matmuld_client.errors", "matmuld_client.wire")
 
 

@@ -84,7 +84,8 @@ class LinearOperations:
             c: the shape of the result; needs `beta`.
             alpha: factor of the product.
             beta: factor of `c`.
-            activation: "none", "relu" or "gelu" (its tanh form).
+            activation: "none", "relu", "gelu" (its tanh form), "gelu_erf" (the exact one), "silu"
+                or "leaky_relu" (of slope 0.01).
             save_aux: also return what `linear_backward` needs of this layer.
             options: how it is computed.
             out: "tensor" leaves the result in the service; a RemoteTensor takes it as contents.
@@ -128,7 +129,7 @@ class LinearOperations:
             x: (..., batch, in); needed for `dweight`.
             dz: (..., batch, out), the gradient by the pre-activation; or
             dy: (..., batch, out), the gradient by the output, together with
-            aux: this layer's aux.
+            aux: this layer's aux, which knows its activation; an array only of relu's bits.
             input_aux: the aux of the layer that produced `x`; `dx` is then that layer's `dz`.
             input_dbias: also that layer's dbias.
             wants: gradients to compute; default: all that the operands allow.

@@ -135,7 +135,12 @@ def _described(name: str, array: Array) -> tuple[dict[str, Any], Array]:
 def _aux_kind(name: str, aux: Array) -> str:
     if name in ("relu_aux", "gelu_aux"):
         return name
-    return "relu_aux" if aux.dtype == np.uint8 else "gelu_aux"
+    if aux.dtype == np.uint8:
+        return "relu_aux"
+    raise TypeError(
+        f"{name}: expected a RemoteTensor, as an array of {aux.dtype} does not say of which "
+        "activation it is; put(array, kind=...) does"
+    )
 
 
 def _placement(name: str, placement: Placement) -> object:

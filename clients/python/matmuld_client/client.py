@@ -17,6 +17,7 @@ from ._mlp import MLPOperations
 from ._payloads import Array, dtype_name, dtype_of
 from ._requests import Request, template
 from .errors import DeviceLost, Draining, TransportError
+from .operations import AuxKind
 from .tensors import RemoteTensor, Tape, upload
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
         self,
         array: Array,
         *,
+        kind: AuxKind | None = None,
         pinned: bool = False,
         ttl: float | None = None,
         timeout: float | None = None,
@@ -78,6 +80,7 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
 
         Args:
             array: of a floating-point dtype and up to 8 dimensions.
+            kind: of auxiliary data, such as "gelu_aux": a layer's aux that was fetched before.
             pinned: whether it never expires.
             ttl: seconds after its last use until it expires; default: the service's.
             timeout: seconds; default: the client's.
@@ -89,7 +92,8 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
         if ttl is not None:
             keep["ttl_s"] = ttl
         array = np.asarray(array)
-        tensor = upload(self._channel, "POST", "/v1/tensors", array, keep, timeout)
+        target, said = "/v1/tensors", kind or "tensor"
+        tensor = upload(self._channel, "POST", target, array, keep, timeout, said)
         return RemoteTensor(self._channel, tensor)
 
     def zeros(

@@ -13,7 +13,11 @@ from .views import TensorView
 Operand: TypeAlias = Array | RemoteTensor | TensorView
 """A NumPy array, which is sent, or what the service holds already."""
 
-Activation: TypeAlias = Literal["none", "relu", "gelu"]
+Activation: TypeAlias = Literal["none", "relu", "gelu", "gelu_erf", "silu", "leaky_relu"]
+"""`gelu` is the tanh form, `gelu_erf` the exact one; the slope of `leaky_relu` below 0 is 0.01."""
+AuxKind: TypeAlias = Literal[
+    "relu_aux", "gelu_aux", "gelu_erf_aux", "silu_aux", "leaky_relu_aux"
+]  # fmt: skip
 Gradient: TypeAlias = Literal["dx", "dweight", "dbias"]
 Place: TypeAlias = Literal["array", "tensor"]
 """Of a result: returned as a NumPy array, or left in the service as a new RemoteTensor."""
@@ -92,7 +96,7 @@ class Layer:
     Attributes:
         weight: (out, in).
         bias: (out,).
-        activation: "none", "relu" or "gelu".
+        activation: "none", "relu", "gelu" (its tanh form), "gelu_erf", "silu" or "leaky_relu".
     """
 
     weight: Operand

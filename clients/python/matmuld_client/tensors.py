@@ -98,7 +98,7 @@ class RemoteTensor(_Held):
         shape: its dimensions.
         strides: in elements, as the service holds it.
         dtype: NumPy's dtype; bfloat16 is that of ml_dtypes.
-        kind: "tensor", or "relu_aux" or "gelu_aux" for what a backward pass needs.
+        kind: "tensor", or of what a backward pass needs the activation and "_aux".
     """
 
     def __init__(self, channel: Channel, tensor: Mapping[str, Any], *, owned: bool = True) -> None:
@@ -150,13 +150,7 @@ class RemoteTensor(_Held):
                 f"value: expected {self.dtype}{self.shape}, got {array.dtype}{array.shape}",
                 operand="value",
             )
-        if self.kind == "tensor":
-            upload(self._channel, "PUT", self._target, array, {}, timeout)
-            return
-        tensor, block = describe(array, "value", AUX_DTYPES)
-        header = {"value": {**tensor, "kind": self.kind, "payload": 0}}
-        payloads = [byte_view(block)]
-        self._channel.post(self._target, header, payloads, method="PUT", timeout=timeout)
+        upload(self._channel, "PUT", self._target, array, {}, timeout, self.kind)
 
     def keep(self, *, pinned: bool | None = None, ttl: float | None = None) -> None:
         """Change how long the service keeps it unused.
@@ -204,8 +198,13 @@ def upload(
     array: Array,
     keep: Mapping[str, object],
     timeout: float | None,
+    kind: str = "tensor",
 ) -> dict[str, Any]:
     """Send `array` as the contents of a tensor; the answer. `keep` are pinned and ttl_s."""
+    if kind != "tensor":
+        tensor, block = describe(array, "value", AUX_DTYPES)
+        header = {"value": {**tensor, "kind": kind, "payload": 0}, **keep}
+        return channel.post(target, header, [byte_view(block)], method=method, timeout=timeout)[0]
     if array.nbytes < _RAW_FROM:
         tensor, block = describe(array, "value")
         header = {"value": {**tensor, "payload": 0}, **keep}

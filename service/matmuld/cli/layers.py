@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from matmuld_client import Client, RemoteTensor
@@ -11,7 +11,7 @@ from matmuld_client.wire import DTYPES
 
 from .oracle import Activation, Array, Oracle, Outcomes, exact, f64, positive
 
-ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "gelu")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 class LayerProblem:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
-Activation = Literal["none", "relu", "gelu"]
+Activation = Literal["none", "relu", "gelu", "gelu_erf", "silu", "leaky_relu"]
 
 
 class Precision(NamedTuple):
@@ -38,11 +38,11 @@ PRECISIONS = {
 SUM = 2.0
 """Times √K·u·Σ|terms|, which bounds the error of a sum of K terms whose roundings are independent
 (Higham & Mary 2019); the worst case has K for √K."""
-GELU_SLOPE = 1.13
-"""The largest slope of GELU: by how much it can magnify the error of its argument."""
-GELU_EVALUATION = {"float64": 16.0, "float32": 128.0, "float16": 128.0, "bfloat16": 128.0}
-"""Roundoffs of the accumulator, relative to 1 + |z|, for tanh and the polynomials around it, some
-of which cancel. The tanh that cuBLASLt fuses is an approximation: GELU is off by up to 5.1e-6 and
+LARGEST_SLOPE = 1.13
+"""That of GELU: by how much an activation can magnify the error of its argument."""
+EVALUATION = {"float64": 16.0, "float32": 128.0, "float16": 128.0, "bfloat16": 128.0}
+"""Roundoffs of the accumulator, relative to 1 + |z|, for tanh or erfc and what is around it, where
+terms may cancel. The tanh that cuBLASLt fuses is an approximation: GELU is off by up to 5.1e-6 and
 its slope by 7e-6 on an H200. float64 is not left to it."""
 
 
@@ -91,7 +91,7 @@ class Oracle:
 
     def __init__(self, dtype: str) -> None:
         self._precision = PRECISIONS[dtype]
-        self._gelu_evaluation = GELU_EVALUATION[dtype]
+        self._evaluation = EVALUATION[dtype]
         self._staging = self._precision.result if dtype in ("float16", "bfloat16") else 0.0
         """cuBLASLt rounds a 16-bit product before its epilog adds to it or multiplies it."""
 
@@ -124,17 +124,18 @@ class Oracle:
         if activation == "relu":
             return Expected(np.maximum(z.value, 0.0), z.tolerance)
         z = self.rounded(z)
-        return Expected(gelu(z.value), GELU_SLOPE * z.tolerance + self._gelu_error(z.value))
+        error = LARGEST_SLOPE * z.tolerance + self._evaluation_error(z.value)
+        return Expected(FUNCTIONS[activation](z.value), error)
 
     def times_slope(self, activation: Activation, gradient: Expected, aux: Array) -> Expected:
-        """A gradient times the slope of GELU at `aux`, or of ReLU where `aux` is true."""
+        """A gradient times an activation's slope at `aux`, or that of ReLU where `aux` is true."""
         if activation == "none":
             return gradient
         aux = f64(aux)
-        slope = aux if activation == "relu" else gelu_slope(aux)
+        slope = aux if activation == "relu" else SLOPES[activation](aux)
         tolerance = gradient.tolerance * np.abs(slope)
-        if activation == "gelu":
-            staging = self._staging * np.abs(slope) + self._gelu_error(aux)
+        if activation != "relu":
+            staging = self._staging * np.abs(slope) + self._evaluation_error(aux)
             tolerance = tolerance + staging * np.abs(gradient.value)
         return Expected(gradient.value * slope, tolerance)
 
@@ -149,8 +150,8 @@ class Oracle:
     def _sum_error(self, magnitude: F64, count: int) -> F64:
         return np.asarray(SUM * math.sqrt(count) * self._precision.accumulator * magnitude)
 
-    def _gelu_error(self, z: F64) -> F64:
-        relative = self._gelu_evaluation * self._precision.accumulator
+    def _evaluation_error(self, z: F64) -> F64:
+        relative = self._evaluation * self._precision.accumulator
         return np.asarray(relative * (1.0 + np.abs(z)))
 
 
@@ -179,6 +180,53 @@ def gelu_slope(z: F64) -> F64:
     sigma = _sigmoid(2.0 * _inner(z))
     inner_slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * np.square(z))
     return np.asarray(sigma + z * sigma * (1.0 - sigma) * 2.0 * inner_slope)
+
+
+def gelu_erf(z: F64) -> F64:
+    return z * _normal(z)
+
+
+def gelu_erf_slope(z: F64) -> F64:
+    return np.asarray(_normal(z) + z * np.exp(-0.5 * np.square(z)) / math.sqrt(2.0 * math.pi))
+
+
+def silu(z: F64) -> F64:
+    return z * _sigmoid(z)
+
+
+def silu_slope(z: F64) -> F64:
+    """By the product rule on ``z · sigmoid(z)``."""
+    sigma = _sigmoid(z)
+    return sigma + z * sigma * _sigmoid(-z)
+
+
+def leaky_relu(z: F64) -> F64:
+    return np.maximum(z, 0.01 * z)
+
+
+def leaky_relu_slope(z: F64) -> F64:
+    return np.where(z > 0.0, 1.0, 0.01)
+
+
+FUNCTIONS = {
+    "gelu": gelu,
+    "gelu_erf": gelu_erf,
+    "silu": silu,
+    "leaky_relu": leaky_relu,
+}
+SLOPES = {
+    "gelu": gelu_slope,
+    "gelu_erf": gelu_erf_slope,
+    "silu": silu_slope,
+    "leaky_relu": leaky_relu_slope,
+}
+
+
+def _normal(z: F64) -> F64:
+    """The distribution function of the standard normal."""
+    scaled = np.ravel(z) * -math.sqrt(0.5)
+    values = np.fromiter(map(math.erfc, scaled), np.float64, scaled.size)
+    return np.asarray(0.5 * values.reshape(z.shape))
 
 
 def _inner(z: F64) -> F64:

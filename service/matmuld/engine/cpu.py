@@ -24,7 +24,7 @@ from threadpoolctl import ThreadpoolController
 
 from . import elementwise
 from .elementwise import swap
-from .protocol import Array, Launch, Memory, Operands, Plan
+from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan
 from .signature import Signature, Signer
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class CpuPlan:
         if o.alpha != 1.0:
             alpha = product.dtype.type(o.alpha)
             launches.append(partial(np.multiply, product, alpha, out=product))
-        launches += elementwise.finishing(np, self._epilog, product, o)
+        launches += elementwise.finishing(self._epilog, product, o)
         return launches[0] if len(launches) == 1 else partial(_in_turn, launches)
 
     def close(self) -> None:
@@ -131,6 +131,7 @@ class CpuEngine:
 
     name = "cpu"
     xp = np
+    elementwise: Elementwise = elementwise
     alignment = ALIGNMENT
     brief_bytes = 1 << 18
 

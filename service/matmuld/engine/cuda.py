@@ -22,10 +22,10 @@ from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
 from matmuld_client.errors import DeviceLost, Internal, OutOfMemory, RequestError
 
-from . import cublaslt, elementwise
+from . import cublaslt, elementwise, kernels
 from .cublaslt import FusedPlan, Launcher, Unsupported
-from .epilogs import TABLE, Epilog
-from .protocol import Array, Launch, Memory, Operands, Plan
+from .epilogs import CUBLASLT, TABLE, Epilog
+from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan
 from .signature import Layout, Options, Signature, Signer
 from .split import SplitPlan, StagedPlan, accumulator, is_column_major, stage, staging
 
@@ -47,6 +47,7 @@ class CudaEngine:
     """Arrays on one GPU. Construct it on the event loop's thread."""
 
     xp = cupy
+    elementwise: Elementwise = kernels
     alignment = cublaslt.ALIGNMENT
     brief_bytes = 1 << 62
 
@@ -140,7 +141,8 @@ class CudaEngine:
             except Unsupported:
                 if signature.epilog is Epilog.NONE and signature.c is None:
                     raise
-        return SplitPlan(cupy, signature.epilog, self._plain(signature.options, operands))
+        plain = self._plain(signature.options, operands)
+        return SplitPlan(cupy, kernels.finish, signature.epilog, plain)
 
     def _whole(self, signature: Signature, operands: Operands) -> Plan:
         """Fused, with those inputs staged that cuBLASLt cannot or will not read as they lie."""
@@ -288,6 +290,8 @@ def _unfusable(signature: Signature) -> bool:
     float64.
     """
     row, d = TABLE[signature.epilog], signature.d
+    if signature.epilog not in CUBLASLT:
+        return True
     if row.aux_in is not None and signature.a.shape[-1] == 1:
         return True
     if row.gradient in ("a", "b") and 1 in d.shape[-2:]:

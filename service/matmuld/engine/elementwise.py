@@ -1,4 +1,4 @@
-"""The epilogs without cuBLASLt: elementwise steps written once for NumPy and CuPy.
+"""The epilogs without cuBLASLt, in NumPy: the definition of what `kernels` does on a GPU.
 
 Everything is computed in the accumulator's type (float32, or float64 for float64) and rounded once.
 Where cuBLASLt had a choice we follow it, as measured on an H200: the mask bit of 0 is set, and so
@@ -7,7 +7,6 @@ is that of NaN; ReLU passes NaN on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,31 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from .epilogs import TABLE, AuxKind, Epilog, Row, aux_rows
+from . import activations
+from .epilogs import ACTIVATION_OF, TABLE, AuxKind, Epilog, Row, aux_rows
 from .protocol import Array, Engine, Launch, Operands
 
 TILE_BYTES = 1 << 25
-_GELU_SCALE = math.sqrt(2.0 / math.pi)
-_GELU_CUBIC = 0.044715
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """In what type the elements of `dtype` are summed."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def gelu(xp: Any, z: Array) -> Array:
-    """GELU in the tanh form, ``z/2 · (1 + tanh(√(2/π) · (z + 0.044715 z³)))`` (Hendrycks & Gimpel
-    2016).
-    """
-    return 0.5 * z * (1.0 + xp.tanh(_GELU_SCALE * (z + _GELU_CUBIC * z * z * z)))
-
-
-def gelu_derivative(xp: Any, z: Array) -> Array:
-    """The derivative of `gelu` at z."""
-    t = xp.tanh(_GELU_SCALE * (z + _GELU_CUBIC * z * z * z))
-    inner = _GELU_SCALE * (1.0 + 3.0 * _GELU_CUBIC * z * z)
-    return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * inner
 
 
 def swap(array: Array) -> Array:
@@ -59,17 +43,17 @@ def empty_like(engine: Engine, array: Array) -> Array:
     return swap(engine.empty(swap(array).shape, array.dtype))
 
 
-def write_mask(xp: Any, passes: Array, aux: Array) -> None:
+def write_mask(passes: Array, aux: Array) -> None:
     """Pack ``passes (…, M, N)`` into a relu_aux ``(…, R, N)``: least significant bit first, along
     M.
     """
     columns = swap(passes)
     bits = aux.shape[-2] * 8
     if columns.shape[-1] != bits:
-        padded = xp.zeros((*columns.shape[:-1], bits), dtype=bool)
+        padded = np.zeros((*columns.shape[:-1], bits), dtype=bool)
         padded[..., : columns.shape[-1]] = columns
         columns = padded
-    packed = xp.packbits(xp.ascontiguousarray(columns).reshape(-1), bitorder="little")
+    packed = np.packbits(np.ascontiguousarray(columns).reshape(-1), bitorder="little")
     swap(aux)[...] = packed.reshape(*columns.shape[:-1], aux.shape[-2])
 
 
@@ -80,12 +64,27 @@ def read_mask(xp: Any, aux: Array, m: int) -> Array:
     return swap(bits.reshape(*columns.shape[:-1], columns.shape[-1] * 8)[..., :m])
 
 
-def activation_gradient(xp: Any, kind: AuxKind, gradient: Array, aux: Array) -> Array:
+def activation_gradient(kind: AuxKind, gradient: Array, aux: Array) -> Array:
     """``gradient ⊙ activation'(z)`` for gradient ``(…, M, N)`` in the accumulator's type."""
     m = gradient.shape[-2]
     if kind == "relu_aux":
-        return xp.where(read_mask(xp, aux, m) != 0, gradient, gradient.dtype.type(0))
-    return gradient * gelu_derivative(xp, aux[..., :m, :].astype(gradient.dtype))
+        return np.where(read_mask(np, aux, m) != 0, gradient, gradient.dtype.type(0))
+    derivative = activations.DERIVATIVES[ACTIVATION_OF[kind]]
+    return gradient * derivative(aux[..., :m, :].astype(gradient.dtype))
+
+
+def pre_activation_gradient(kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
+    """dz = dy ⊙ activation'(z) for matrices ``[batch, out]``, from the aux of z."""
+    dtype = accumulator_dtype(dy.dtype)
+    for part in tiles(dy.T):
+        gradient = dy.T[:, part].astype(dtype)
+        dz.T[:, part] = activation_gradient(kind, gradient, aux[:, part])
+
+
+def sum_rows(matrix: Array, sums: Array) -> None:
+    """sums ``[out]`` = Σ matrix ``[batch, out]``"""
+    dtype = accumulator_dtype(matrix.dtype)
+    sums[...] = matrix.astype(dtype, copy=False).sum(axis=0)
 
 
 def tiles(array: Array) -> Iterator[slice]:
@@ -96,21 +95,21 @@ def tiles(array: Array) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def finishing(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> list[Launch]:
+def finishing(epilog: Epilog, product: Array, operands: Operands) -> list[Launch]:
     """`finish` on these arrays, bound; a bias and a ReLU in place are a pass each."""
     row, o = TABLE[epilog], operands
     short = row.activation in ("none", "relu") and row.aux is None and row.gradient is None
     if not short or product is not o.d or o.c is not None:
-        return [partial(finish, xp, epilog, product, o)]
+        return [partial(finish, epilog, product, o)]
     launches: list[Launch] = []
     if row.bias:
-        launches.append(partial(xp.add, product, as_column(o.vector), out=product))
+        launches.append(partial(np.add, product, as_column(o.vector), out=product))
     if row.activation == "relu":
-        launches.append(partial(xp.maximum, product, product.dtype.type(0), out=product))
+        launches.append(partial(np.maximum, product, product.dtype.type(0), out=product))
     return launches
 
 
-def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
+def finish(epilog: Epilog, product: Array, operands: Operands) -> None:
     """Apply `epilog` to ``product = alpha · a @ b``, in the accumulator's type, and write every
     output.
 
@@ -118,7 +117,7 @@ def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
     """
     row, o = TABLE[epilog], operands
     if product.nbytes <= TILE_BYTES:
-        _finish_tile(xp, row, product, o, in_place=product is o.d)
+        _finish_tile(row, product, o, in_place=product is o.d)
     else:
         for part in tiles(product):
             tile = replace(
@@ -127,7 +126,7 @@ def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
                 c=None if o.c is None else o.c[..., part],
                 aux=None if o.aux is None else o.aux[..., part],
             )
-            _finish_tile(xp, row, product[..., part], tile, in_place=product is o.d)
+            _finish_tile(row, product[..., part], tile, in_place=product is o.d)
     if row.gradient is not None:
         summed, axis = {"d": (product, -1), "a": (o.a, -1), "b": (o.b, -2)}[row.gradient]
         total = summed.astype(product.dtype, copy=False).sum(axis=axis)
@@ -135,7 +134,7 @@ def finish(xp: Any, epilog: Epilog, product: Array, operands: Operands) -> None:
         o.vector[...] = total if o.vector.ndim == 1 else total[..., None]
 
 
-def _finish_tile(xp: Any, row: Row, product: Array, o: Operands, *, in_place: bool) -> None:
+def _finish_tile(row: Row, product: Array, o: Operands, *, in_place: bool) -> None:
     """Some columns of all that the epilog makes, but for its sums."""
     dtype = product.dtype
     if o.c is not None and o.beta:
@@ -143,16 +142,14 @@ def _finish_tile(xp: Any, row: Row, product: Array, o: Operands, *, in_place: bo
     if row.bias:
         product += as_column(o.vector).astype(dtype, copy=False)
     if row.aux_out == "relu_aux":
-        write_mask(xp, ~(product < 0), o.aux)
-    elif row.aux_out == "gelu_aux":
+        write_mask(~(product < 0), o.aux)
+    elif row.aux_out is not None:
         assert o.aux is not None
         o.aux[..., : product.shape[-2], :] = product
-    if row.activation == "relu":
-        xp.maximum(product, dtype.type(0), out=product)
-    elif row.activation == "gelu":
-        product[...] = gelu(xp, product)
+    if row.activation != "none":
+        product[...] = activations.FUNCTIONS[row.activation](product)
     if row.aux_in is not None:
-        product[...] = activation_gradient(xp, row.aux_in, product, o.aux)
+        product[...] = activation_gradient(row.aux_in, product, o.aux)
     if not in_place:
         o.d[...] = product
 

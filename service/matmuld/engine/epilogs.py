@@ -1,16 +1,24 @@
-"""cuBLASLt's epilogs as a table: what each reads besides A and B, and what it writes besides D."""
+"""The epilogs as a table: what each reads besides A and B, and what it writes besides D."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-Activation = Literal["none", "relu", "gelu"]
-AuxKind = Literal["relu_aux", "gelu_aux"]
+Activation = Literal["none", "relu", "gelu", "gelu_erf", "silu", "leaky_relu"]
+AuxKind = Literal["relu_aux", "gelu_aux", "gelu_erf_aux", "silu_aux", "leaky_relu_aux"]
+"""The name says whose: a bit mask of ReLU, of the others the pre-activation."""
+
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+AUX_KINDS: tuple[AuxKind, ...] = get_args(AuxKind)
+ACTIVATION_OF: dict[AuxKind, Activation] = dict(zip(AUX_KINDS, ACTIVATIONS[1:], strict=True))
+AUX_OF: dict[Activation, AuxKind] = {name: kind for kind, name in ACTIVATION_OF.items()}
 
 
 class Epilog(StrEnum):
-    """By the names of `nvmath.linalg.advanced.MatmulEpilog`; NONE is the plain product."""
+    """By the names of `nvmath.linalg.advanced.MatmulEpilog`, and in their manner for the
+    activations that cuBLASLt lacks; NONE is the plain product.
+    """
 
     NONE = "NONE"
     RELU = "RELU"
@@ -28,6 +36,24 @@ class Epilog(StrEnum):
     DGELU_BGRAD = "DGELU_BGRAD"
     BGRADA = "BGRADA"
     BGRADB = "BGRADB"
+    GELU_ERF = "GELU_ERF"
+    GELU_ERF_BIAS = "GELU_ERF_BIAS"
+    GELU_ERF_AUX = "GELU_ERF_AUX"
+    GELU_ERF_AUX_BIAS = "GELU_ERF_AUX_BIAS"
+    DGELU_ERF = "DGELU_ERF"
+    DGELU_ERF_BGRAD = "DGELU_ERF_BGRAD"
+    SILU = "SILU"
+    SILU_BIAS = "SILU_BIAS"
+    SILU_AUX = "SILU_AUX"
+    SILU_AUX_BIAS = "SILU_AUX_BIAS"
+    DSILU = "DSILU"
+    DSILU_BGRAD = "DSILU_BGRAD"
+    LEAKY_RELU = "LEAKY_RELU"
+    LEAKY_RELU_BIAS = "LEAKY_RELU_BIAS"
+    LEAKY_RELU_AUX = "LEAKY_RELU_AUX"
+    LEAKY_RELU_AUX_BIAS = "LEAKY_RELU_AUX_BIAS"
+    DLEAKY_RELU = "DLEAKY_RELU"
+    DLEAKY_RELU_BGRAD = "DLEAKY_RELU_BGRAD"
 
 
 class Row(NamedTuple):
@@ -71,7 +97,32 @@ TABLE: dict[Epilog, Row] = {
     Epilog.DGELU_BGRAD: Row(aux_in="gelu_aux", gradient="d"),
     Epilog.BGRADA: Row(gradient="a"),
     Epilog.BGRADB: Row(gradient="b"),
+    Epilog.GELU_ERF: Row("gelu_erf"),
+    Epilog.GELU_ERF_BIAS: Row("gelu_erf", bias=True),
+    Epilog.GELU_ERF_AUX: Row("gelu_erf", aux_out="gelu_erf_aux"),
+    Epilog.GELU_ERF_AUX_BIAS: Row("gelu_erf", bias=True, aux_out="gelu_erf_aux"),
+    Epilog.DGELU_ERF: Row(aux_in="gelu_erf_aux"),
+    Epilog.DGELU_ERF_BGRAD: Row(aux_in="gelu_erf_aux", gradient="d"),
+    Epilog.SILU: Row("silu"),
+    Epilog.SILU_BIAS: Row("silu", bias=True),
+    Epilog.SILU_AUX: Row("silu", aux_out="silu_aux"),
+    Epilog.SILU_AUX_BIAS: Row("silu", bias=True, aux_out="silu_aux"),
+    Epilog.DSILU: Row(aux_in="silu_aux"),
+    Epilog.DSILU_BGRAD: Row(aux_in="silu_aux", gradient="d"),
+    Epilog.LEAKY_RELU: Row("leaky_relu"),
+    Epilog.LEAKY_RELU_BIAS: Row("leaky_relu", bias=True),
+    Epilog.LEAKY_RELU_AUX: Row("leaky_relu", aux_out="leaky_relu_aux"),
+    Epilog.LEAKY_RELU_AUX_BIAS: Row("leaky_relu", bias=True, aux_out="leaky_relu_aux"),
+    Epilog.DLEAKY_RELU: Row(aux_in="leaky_relu_aux"),
+    Epilog.DLEAKY_RELU_BGRAD: Row(aux_in="leaky_relu_aux", gradient="d"),
 }
+
+CUBLASLT = tuple(
+    epilog
+    for epilog, row in TABLE.items()
+    if row.activation in ("none", "relu", "gelu") and row.aux in (None, "relu_aux", "gelu_aux")
+)
+"""The epilogs that cuBLASLt has."""
 
 _FORWARD = {
     (row.activation, row.bias, row.aux_out is not None): epilog

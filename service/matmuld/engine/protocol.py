@@ -14,7 +14,7 @@ import numpy as np
 from matmuld_client.errors import RequestError
 
 if TYPE_CHECKING:
-    from .epilogs import Epilog
+    from .epilogs import AuxKind, Epilog
     from .signature import Options, Signature
 
 Array = Any
@@ -79,6 +79,21 @@ class Plan(Protocol):
         """Free what the plan holds."""
 
 
+class Elementwise(Protocol):
+    """Elementwise steps on a device's arrays, written out in `elementwise`."""
+
+    def finish(self, epilog: Epilog, product: Array, operands: Operands) -> None:
+        """Apply `epilog` to ``product = alpha · a @ b``, in the accumulator's type, and write every
+        output.
+        """
+
+    def pre_activation_gradient(self, kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
+        """dz = dy ⊙ activation'(z) for matrices ``[batch, out]``, from the aux of z."""
+
+    def sum_rows(self, matrix: Array, sums: Array) -> None:
+        """sums ``[out]`` = Σ matrix ``[batch, out]``"""
+
+
 class Engine(Protocol):
     """A device that holds arrays and plans products. For the event loop's thread alone."""
 
@@ -89,6 +104,10 @@ class Engine(Protocol):
     @property
     def xp(self) -> Any:
         """The array module: numpy or cupy."""
+
+    @property
+    def elementwise(self) -> Elementwise:
+        """Its elementwise steps."""
 
     @property
     def alignment(self) -> int:

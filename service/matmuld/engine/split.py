@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,16 @@ class SplitPlan:
 
     path = "split"
 
-    def __init__(self, xp: Any, epilog: Epilog, plain: Plan) -> None:
+    def __init__(
+        self,
+        xp: Any,
+        finish: Callable[[Epilog, Array, Operands], None],
+        epilog: Epilog,
+        plain: Plan,
+    ) -> None:
+        """`finish` is `elementwise.finish` for the arrays of `xp`."""
         self._xp = xp
+        self._finish = finish
         self._epilog = epilog
         self._plain = plain
         self.nbytes = plain.nbytes
@@ -34,7 +42,7 @@ class SplitPlan:
 
         def launch() -> None:
             multiply()
-            elementwise.finish(self._xp, self._epilog, product, operands)
+            self._finish(self._epilog, product, operands)
 
         return launch
 

@@ -12,10 +12,11 @@ from weakref import WeakSet
 
 from matmuld_client.errors import OutOfMemory
 
+from ..engine.epilogs import AuxKind
 from ..engine.protocol import Array
 from .handles import HandleMint
 
-Kind = Literal["tensor", "relu_aux", "gelu_aux", "tape"]
+Kind = Literal["tensor", AuxKind, "tape"]
 
 FOREVER = float("inf")
 

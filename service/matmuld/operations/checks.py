@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,11 @@ from matmuld_client.errors import Conflict, InvalidOperands
 
 from ..calls import Call
 from ..engine.elementwise import assign, aux_shape, swap
-from ..engine.epilogs import Activation, AuxKind
+from ..engine.epilogs import ACTIVATIONS, AUX_KINDS, Activation, AuxKind
 from ..engine.protocol import Array
 from ..memory.tensors import Kind
 from ..operands import AUX_DTYPES, Inputs, Operand, check_bytes
-from ..schemas import ACTIVATIONS, Into, Placement, Tensor
-
-AUX_OF: dict[Activation, AuxKind] = {"relu": "relu_aux", "gelu": "gelu_aux"}
+from ..schemas import Into, Placement, Tensor
 
 
 @dataclass(slots=True)
@@ -64,27 +63,30 @@ def activation_of(name: str, operand: str = "activation") -> Activation:
     for activation in ACTIVATIONS:
         if activation == name:
             return activation
-    hint = (
-        " (gelu is the tanh form; the erf form is not fused and not offered)"
-        if "gelu" in name
-        else ""
-    )
+    expected = one_of(ACTIVATIONS)
     raise InvalidOperands(
-        f"{operand}: expected none, relu or gelu, got {name[:40]!r}{hint}", operand=operand
+        f"{operand}: expected {expected}, got {name[:40]!r}",
+        operand=operand,
     )
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Names in words: a, b or c."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def take_aux(inputs: Inputs, name: str, tensor: Tensor) -> tuple[Operand, AuxKind]:
-    """Auxiliary data of either kind, which its handle or its header tells."""
-    kind: Kind | None = tensor.kind
+    """Auxiliary data of any kind, which its handle or its header tells."""
+    said: Kind | None = tensor.kind
     if tensor.tensor is not None:
-        kind = inputs.store.get(inputs.tenant, tensor.tensor, name).kind
-    if kind != "relu_aux" and kind != "gelu_aux":
-        expected = f"{name}: expected a relu_aux or gelu_aux"
-        if tensor.tensor is not None:
-            raise Conflict(f"{expected}, {tensor.tensor} is a {kind}", operand=name)
-        raise InvalidOperands(f"{expected}, got kind {kind or 'none'}", operand=name)
-    return inputs.take(name, tensor, AUX_DTYPES[kind]), kind
+        said = inputs.store.get(inputs.tenant, tensor.tensor, name).kind
+    for kind in AUX_KINDS:
+        if kind == said:
+            return inputs.take(name, tensor, AUX_DTYPES[kind]), kind
+    expected = f"{name}: expected a {one_of(AUX_KINDS)}"
+    if tensor.tensor is not None:
+        raise Conflict(f"{expected}, {tensor.tensor} is a {said}", operand=name)
+    raise InvalidOperands(f"{expected}, got kind {said or 'none'}", operand=name)
 
 
 def check_aux(aux: Operand, kind: AuxKind, d: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -92,7 +94,7 @@ def check_aux(aux: Operand, kind: AuxKind, d: tuple[int, ...], dtype: np.dtype[A
     layer).
     """
     aux.expect(aux_shape(kind, d), f"{kind} of {d[-2]} rows and {d[-1]} columns")
-    if kind == "gelu_aux" and aux.dtype != np.float32:
+    if kind != "relu_aux" and aux.dtype != np.float32:
         aux.expect_dtype(dtype, "that of the gradient, or float32")
     if aux.rows not in (None, d[-2]):
         raise aux.reject(f"expected the aux of {d[-2]} rows, it has {aux.rows}")

@@ -11,13 +11,12 @@ from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
 from ..calls import Call, Reply, Result, Results, Step
-from ..engine.epilogs import Activation, AuxKind
+from ..engine.epilogs import ACTIVATIONS, AUX_OF, Activation, AuxKind
 from ..engine.protocol import Array
 from ..engine.signature import Options
 from ..operands import Inputs, Operand
 from ..schemas import Into, LinearBackward, LinearForward, Placement
 from .checks import (
-    AUX_OF,
     LinearShape,
     activation_of,
     aux_output,
@@ -25,6 +24,7 @@ from .checks import (
     empty_aux,
     linear_shape,
     load_aux,
+    one_of,
     output,
     scale_of,
     scaling,
@@ -99,7 +99,8 @@ def forward(inputs: Inputs, header: LinearForward) -> Step:
     kind = AUX_OF.get(activation) if header.save_aux else None
     if header.save_aux and kind is None:
         raise InvalidOperands(
-            f"save_aux: expected activation relu or gelu, got {activation}", operand="save_aux"
+            f"save_aux: expected activation {one_of(ACTIVATIONS[1:])}, got {activation}",
+            operand="save_aux",
         )
     y_place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
     aux_place: Placement = "tensor"

@@ -11,7 +11,7 @@ from matmuld_client.errors import InvalidOperands, Malformed
 
 from ..calls import Call, Reply, Result, Results, Step
 from ..engine.elementwise import assign, aux_shape, swap
-from ..engine.epilogs import TABLE, AuxKind, Epilog, output_names
+from ..engine.epilogs import CUBLASLT, TABLE, AuxKind, Epilog, output_names
 from ..engine.protocol import Array, Operands
 from ..engine.signature import Options
 from ..operands import AUX_DTYPES, Inputs, Operand
@@ -112,9 +112,9 @@ def matmul(inputs: Inputs, header: Matmul) -> Step:
 def _epilog(name: str | None) -> Epilog:
     if name is None or name in ("NONE", "DEFAULT"):
         return Epilog.NONE
-    if name not in Epilog.__members__:
+    if name not in CUBLASLT:
         raise InvalidOperands(
-            f"epilog: expected one of {', '.join(Epilog)}, got {name[:40]!r}", operand="epilog"
+            f"epilog: expected one of {', '.join(CUBLASLT)}, got {name[:40]!r}", operand="epilog"
         )
     return Epilog(name)
 

@@ -10,12 +10,12 @@ from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
 from ..calls import Call, Reply, Result, Results, Step, TapeResult
-from ..engine.epilogs import Activation
+from ..engine.epilogs import AUX_OF, Activation
 from ..engine.protocol import Array
 from ..engine.signature import Options
 from ..operands import Inputs, Operand
 from ..schemas import Layer, MlpBackward, MlpForward, Placement
-from .checks import AUX_OF, LinearShape, activation_of, empty_aux, linear_shape, output
+from .checks import LinearShape, activation_of, empty_aux, linear_shape, output
 from .linear import parameter_gradients
 from .options import planner_options
 
