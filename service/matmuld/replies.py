@@ -156,6 +156,7 @@ class Info(Reply):
     memory: dict[str, int]
     tensors: dict[str, int]
     plans: PoolStats
+    choices: dict[str, int]
 
 
 class Health(Reply):

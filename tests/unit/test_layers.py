@@ -25,7 +25,8 @@ LAYERS = (
     ("memory", "pool"),
     ("schemas",),
     ("engine",),
-    ("__init__", "replies", "settings"),
+    ("store",),
+    ("__init__", "entries", "replies", "settings"),
 )
 RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
