@@ -77,11 +77,12 @@ def result(bench: Bench, plan: Any, o: Operands) -> Host:
 
 
 def recorded(epilog: Epilog, dtype: str) -> tuple[dict[str, Any], bytes]:
-    """By a process of its own: a record, and the result that goes with it."""
+    """By a process of its own: the record of the heuristic's last candidate, and its result."""
     engine = open_engine("cuda:0")
     bench = Bench(engine)
     o = operands(bench, epilog, dtype)
     plan = fused(bench, o, epilog)
+    plan._algorithm = int(plan._algorithms[len(plan._algorithms) - 1]["algo"].ctypes.data)
     record = plan.record()
     data = result(bench, plan, o).tobytes()
     plan.close()
@@ -116,22 +117,14 @@ def test_a_record_survives_the_plan_store(bench: Bench) -> None:
     again.close()
 
 
-@pytest.mark.parametrize(
-    "spoilt",
-    [
-        {"algorithm": bytes(64)},
-        {"algorithm": bytes(8)},
-        {"workspace_bytes": 1 << 40},
-    ],
-    ids=["zeros", "short", "workspace"],
-)
+@pytest.mark.parametrize("algorithm", [bytes(64), bytes(8)], ids=["zeros", "short"])
 def test_a_record_that_is_wrong_is_refused_and_the_product_is_right(
-    bench: Bench, spoilt: dict[str, Any]
+    bench: Bench, algorithm: bytes
 ) -> None:
     o = operands(bench, Epilog.NONE, "float32")
     first = fused(bench, o, Epilog.NONE)
     expected = result(bench, first, o)
-    plan = fused(bench, o, Epilog.NONE, first.record() | spoilt)
+    plan = fused(bench, o, Epilog.NONE, first.record() | {"algorithm": algorithm})
     assert plan.refusal
     np.testing.assert_array_equal(result(bench, plan, o), expected)
     first.close()
