@@ -28,7 +28,9 @@ RUN pip install ./clients/python ".[cuda${CUDA}]"
 FROM python:3.12-slim
 COPY --from=build /opt/matmuld /opt/matmuld
 # CuPy keeps the kernels that it compiles in the home directory.
-RUN useradd --create-home --uid 10001 matmuld && install -d -o matmuld -g matmuld /run/matmuld
+# The plan store is in its .cache: -v matmuld:/home/matmuld/.cache keeps it.
+RUN useradd --create-home --uid 10001 matmuld \
+    && install -d -o matmuld -g matmuld /run/matmuld /home/matmuld/.cache
 USER matmuld
 ENV PATH=/opt/matmuld/bin:$PATH \
     PYTHONUNBUFFERED=1 \

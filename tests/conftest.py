@@ -16,6 +16,14 @@ from .local import Wire, running
 DEVICES = [pytest.param("cpu"), pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_kept() -> Iterator[None]:
+    """Services of the tests find nothing of earlier ones, unless a test says where."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATMULD_PLAN_STORE", "off")
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if cuda_devices():
         return

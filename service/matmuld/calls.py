@@ -20,6 +20,7 @@ from .memory.tensors import Kind, Resident, TensorStore
 from .operands import Operand, Sources
 from .pool import PlanPool
 from .schemas import Into, Placement
+from .store import Choices
 
 Results = dict[str, "Result | list[Results]"]
 """The results of an operation by name; a stack's layers are a list of such maps."""
@@ -46,6 +47,7 @@ class Runtime:
     engine: Engine
     pool: PlanPool
     store: TensorStore
+    choices: Choices
 
 
 @dataclass(slots=True)

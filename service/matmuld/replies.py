@@ -158,6 +158,7 @@ class Info(Reply):
     memory: dict[str, int]
     tensors: dict[str, int]
     plans: PoolStats
+    choices: dict[str, int]
 
 
 class Health(Reply):

@@ -8,21 +8,26 @@ import platform
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from matmuld_client.errors import RequestError
 from matmuld_client.wire import PAYLOAD_LIMIT
 
 from . import __version__
 from .calls import Call, Runtime, Step
 from .engine import open_engine
+from .engine.protocol import Engine
 from .memory.handles import HandleMint
 from .memory.tensors import TensorStore
 from .operands import FLOATS, Inputs
+from .operations.warm import rehearse
 from .pool import PlanPool
 from .recordings import Recorder, Recordings
 from .settings import Settings
 from .steps import Steps
+from .store import Choices, NoChoices, PlanStore
 
 log = logging.getLogger("matmuld")
 
@@ -39,6 +44,7 @@ class Service:
         self.steps = Steps()
         self.recordings = Recordings(runtime.pool, settings.recording_bytes)
         self._started = monotonic()
+        self._warming: asyncio.Task[None] | None = None
 
     @classmethod
     @asynccontextmanager
@@ -50,15 +56,17 @@ class Service:
             quota = int(engine.memory().total * 0.8)
         store = TensorStore(HandleMint(), quota, settings.ttl_s)
         pool = PlanPool(engine, settings.plans, settings.plan_bytes)
-        service = cls(settings, Runtime(engine, pool, store))
+        choices = _open_choices(settings.plan_store, engine)
+        service = cls(settings, Runtime(engine, pool, store, choices))
         log.info("device %s, epoch %s", engine.describe(), store.mint.epoch)
         janitor = asyncio.create_task(service._sweep_for_ever())
         try:
             yield service
         finally:
-            janitor.cancel()
-            with suppress(asyncio.CancelledError):
-                await janitor
+            for task in filter(None, (janitor, service._warming)):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             service.recordings.clear()
             store.clear()
             await pool.close()
@@ -77,6 +85,29 @@ class Service:
     def inputs(self, tenant: str, payload_limit: int = PAYLOAD_LIMIT) -> Inputs:
         """The tensors of a header of `tenant`'s, whose reply's payloads are limited so."""
         return Inputs(self.runtime.store, tenant, payload_limit)
+
+    def start(self, steps: Sequence[Step]) -> None:
+        """Rehearse `steps`; the service is `starting` until that is done."""
+        self._warming = asyncio.create_task(self._warm(steps))
+
+    @property
+    def starting(self) -> bool:
+        """Whether plans are being made before the service is ready."""
+        return self._warming is not None and not self._warming.done()
+
+    async def _warm(self, steps: Sequence[Step]) -> None:
+        """What fails is logged and left cold: it concerns the requests that need it, if any."""
+        began, stats = monotonic(), self.runtime.pool.stats
+        for number, step in enumerate(steps):
+            try:
+                await rehearse(self.runtime, TENANT, step)
+            except Exception as error:
+                problem = self.runtime.engine.explain(error)
+                known = problem or (error if isinstance(error, RequestError) else None)
+                text = "warm: requests[%s] stays cold: %s"
+                log.warning(text, number, known or error, exc_info=None if known else error)
+        seconds = monotonic() - began
+        log.info("warm: %s requests, %s plans, %.1f s", len(steps), stats.planned, seconds)
 
     def call(self, tenant: str, payloads: Sequence[memoryview], step: Step | None = None) -> Call:
         """A request of `tenant`'s; a step that comes for the second time is recorded."""
@@ -113,4 +144,12 @@ class Service:
             "memory": {f"{name}_bytes": nbytes for name, nbytes in memory._asdict().items()},
             "tensors": {"count": len(store), "nbytes": store.nbytes, "expired": store.expired},
             "plans": self.pool_stats(),
+            "choices": asdict(self.runtime.choices.stats),
         }
+
+
+def _open_choices(folder: Path | None, engine: Engine) -> Choices:
+    """What was measured on such a device by such a version of the service."""
+    if folder is None:
+        return NoChoices()
+    return PlanStore(folder, {"matmuld": __version__, **engine.fingerprint()})

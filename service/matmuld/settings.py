@@ -4,6 +4,7 @@ precedence.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -61,12 +62,69 @@ Device = Annotated[str, AfterValidator(_device)]
 Address = Annotated[str, AfterValidator(_address)]
 
 
-class Settings(BaseSettings):
-    """What a service is started with."""
+def _folder(value: object) -> object:
+    """A path, or `off`."""
+    if value == "off":
+        return None
+    if value == "":
+        raise ValueError("expected a folder or off, got ''")
+    return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
 
-    model_config = SettingsConfigDict(env_prefix="MATMULD_", extra="forbid", frozen=True)
+
+def user_cache() -> Path | None:
+    """`matmuld/plans` in the user's cache, as the XDG Base Directory Specification has it; None for
+    a user without a home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
+    return base / "matmuld" / "plans" if base.is_absolute() else None
+
+
+class Configured(BaseSettings):
+    """Settings of flags, environment and file."""
+
+    model_config = SettingsConfigDict(env_prefix="MATMULD_", frozen=True)
 
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = init_settings().get("config") or env_settings().get("config")
+        if not path:
+            return (init_settings, env_settings)
+        if not Path(path).is_file():
+            raise SettingsError(f"config: no such file: {path}")
+        try:
+            file = TomlConfigSettingsSource(settings_cls, Path(path))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError(f"config: cannot read {path}: {error}") from error
+        return (init_settings, env_settings, file)
+
+
+class Stored(Configured):
+    """Where the plan store is; of a file that is for a whole service, that line."""
+
+    model_config = SettingsConfigDict(extra="ignore")
+
+    plan_store: Annotated[Path | None, BeforeValidator(_folder)] = Field(
+        default_factory=user_cache,
+        description="folder for measured choices, found again after a restart, or off; "
+        "default: matmuld/plans in the user's cache",
+    )
+
+
+class Settings(Stored):
+    """What a service is started with."""
+
+    model_config = SettingsConfigDict(extra="forbid")
+
     device: Device = Field(
         default="auto", description="auto, cpu or cuda:N; auto takes the first GPU"
     )
@@ -109,26 +167,10 @@ class Settings(BaseSettings):
     body_limit: int = Field(
         default=1 << 30, ge=1 << 10, description="bytes of a msgpack or JSON body"
     )
+    warm: Path | None = Field(
+        default=None,
+        description="JSON file, a body of POST /v1/plans/warm: planned before the service is ready",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="what is logged to stderr"
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        path = init_settings().get("config") or env_settings().get("config")
-        if not path:
-            return (init_settings, env_settings)
-        if not Path(path).is_file():
-            raise SettingsError(f"config: no such file: {path}")
-        try:
-            file = TomlConfigSettingsSource(settings_cls, Path(path))
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise SettingsError(f"config: cannot read {path}: {error}") from error
-        return (init_settings, env_settings, file)

@@ -55,4 +55,4 @@ def serving(*arguments: str, **environment: str) -> Iterator[Serving]:
 def _environment() -> dict[str, str]:
     """Without settings that whoever runs the tests may have."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MATMULD_")}
-    return kept | {"COLUMNS": "160"}
+    return kept | {"COLUMNS": "160", "MATMULD_PLAN_STORE": "off"}

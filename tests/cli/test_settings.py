@@ -146,4 +146,4 @@ def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in ("serve", "demo", "verify", "bench"))
+    assert all(f"  {name} " in said for name in ("serve", "plans", "demo", "verify", "bench"))

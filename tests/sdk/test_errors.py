@@ -57,7 +57,7 @@ def test_a_problem_is_raised_as_the_class_of_its_code(code: str, kind: str) -> N
 
 
 def test_every_code_of_the_protocol_has_a_class() -> None:
-    never_seen = {"internal": 500, "draining": 503, "device_lost": 503}
+    never_seen = {"internal": 500, "starting": 503, "draining": 503, "device_lost": 503}
     assert {code: error.status for code, error in BY_CODE.items()} == STATUS | never_seen
 
 

@@ -26,7 +26,8 @@ LAYERS = (
     ("memory", "pool"),
     ("replies", "schemas"),
     ("engine",),
-    ("__init__", "settings"),
+    ("store",),
+    ("__init__", "entries", "settings"),
 )
 RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 

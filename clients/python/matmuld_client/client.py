@@ -16,7 +16,7 @@ from ._matmul import MatmulOperations
 from ._mlp import MLPOperations
 from ._payloads import Array, dtype_name, dtype_of
 from ._requests import Request, template
-from .errors import DeviceLost, Draining, TransportError
+from .errors import DeviceLost, Draining, Starting, TransportError
 from .operations import AuxKind
 from .tensors import RemoteTensor, Tape, upload
 
@@ -171,6 +171,6 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
     def _is_healthy(self, aspect: str) -> bool:
         try:
             self._channel.get(f"/health/{aspect}")
-        except (Draining, DeviceLost, TransportError):
+        except (Starting, Draining, DeviceLost, TransportError):
             return False
         return True

@@ -13,6 +13,7 @@
     │   ├── UnsupportedMediaType   415 unsupported_media_type
     │   ├── InvalidOperands        422 invalid_operands
     │   ├── Internal               500 internal
+    │   ├── Starting               503 starting
     │   ├── Draining               503 draining
     │   ├── DeviceLost             503 device_lost
     │   └── OutOfMemory            507 out_of_memory
@@ -131,6 +132,12 @@ class InvalidOperands(RequestError):
 
 class Internal(RequestError):
     """A fault of the service."""
+
+
+class Starting(RequestError):
+    """The service makes plans before it is ready; it takes requests already."""
+
+    code, status, title = "starting", 503, "Starting"
 
 
 class Draining(RequestError):

@@ -1,4 +1,4 @@
-"""The command line: `matmuld serve | demo | verify | bench`."""
+"""The command line: `matmuld serve | plans | demo | verify | bench`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from .. import __version__
 from .bench import Bench
 from .demo import Demo
 from .failure import Failure
+from .plans import Plans
 from .serve import Serve
 from .verify import Verify
 
@@ -41,6 +42,9 @@ class Matmuld(BaseSettings):
     )
 
     serve: CliSubCommand[Serve] = Field(description="run the service")
+    plans: CliSubCommand[Plans] = Field(
+        description="list, export, import or clear the choices that services have kept"
+    )
     demo: CliSubCommand[Demo] = Field(
         description="train a classifier of handwritten digits through a service"
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import platform
+import re
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -149,6 +151,9 @@ class CpuEngine:
     def describe(self) -> dict[str, Any]:
         return {"device": self.name, "numpy": np.__version__, "cores": os.cpu_count()}
 
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"cpu": _model(), "cores": os.cpu_count() or 1, "numpy": np.__version__}
+
     def memory(self) -> Memory:
         used = self._used
         return Memory(used, max(self._limit - used, 0), self._limit)
@@ -271,6 +276,14 @@ def _in_turn(launches: Sequence[Launch]) -> None:
 def _quietly(function: Callable[..., T], *args: Any) -> T:
     with np.errstate(all="ignore"):
         return function(*args)
+
+
+def _model() -> str:
+    """The name of the processor; of its architecture, where the kernel does not tell the name."""
+    information = Path("/proc/cpuinfo")
+    text = information.read_text() if information.exists() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def physical_memory() -> int:

@@ -9,10 +9,15 @@ only module that imports nvmath.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from ctypes import string_at
+from dataclasses import replace
 from typing import Any
 
 import cupy
+import numpy as np
 import nvmath
+from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
 from nvmath.bindings import cublasLt as cublaslt
 from nvmath.linalg.advanced import (
@@ -24,14 +29,16 @@ from nvmath.linalg.advanced import (
 )
 from nvmath.linalg.advanced import MatmulReductionScheme as ReductionScheme
 
+from .agreement import difference, tolerance
 from .epilogs import TABLE, Epilog
-from .protocol import Launch, Operands
+from .protocol import Array, Launch, Operands
 from .signature import Signature
 
 NVMATH_VERSION = "1.0.0"
 ALIGNMENT = 256
 CANDIDATES = 4
 """Algorithms asked of the heuristic; the first that really runs is kept."""
+ALGORITHM_BYTES = 64
 HOST_BYTES = 32 << 10
 """Host memory of one planned Matmul, about."""
 
@@ -65,22 +72,35 @@ class Launcher:
 
 
 class FusedPlan:
-    """One planned `Matmul`, whose C and D have one layout."""
+    """One planned `Matmul`, whose C and D have one layout.
+
+    Attributes:
+        refusal: why the record that it was to be made from is not used; None if it is.
+    """
 
     path = "fused"
     nbytes = HOST_BYTES
     brief = True
 
     def __init__(
-        self, signature: Signature, operands: Operands, main: Launcher, planning: Launcher
+        self,
+        signature: Signature,
+        operands: Operands,
+        main: Launcher,
+        planning: Launcher,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
         """Plan on the stream of `planning`, where the candidates are also tried; runs go to `main`.
+
+        The algorithm is that of `record`, of an earlier plan of the signature, if it still runs and
+        agrees on `operands` with the heuristic's.
 
         Raises:
             Unsupported: there is no algorithm.
         """
         self._main = main
         self._planning = planning
+        self.refusal: str | None = None
         self._row = TABLE[signature.epilog]
         try:
             self._matmul = matmul = Matmul(
@@ -102,6 +122,8 @@ class FusedPlan:
             )
             self._keep(matmul)
             self._algorithm = self._first_that_runs(operands)
+            if record is not None:
+                self._restore(record, signature, operands, planning)
         except _REFUSALS as error:
             matmul.free()
             raise _refusal(error) from error
@@ -147,6 +169,90 @@ class FusedPlan:
             self._algorithms = buffer
             return int(algorithm)
         raise RuntimeError("none of the heuristic's algorithms runs")
+
+    def _restore(
+        self, record: Mapping[str, Any], signature: Signature, operands: Operands, on: Launcher
+    ) -> None:
+        """Take the algorithm of `record`, or say in `refusal` why not."""
+        if record["algorithm"] == self._opaque:
+            return
+        kept = np.zeros(1, cublaslt.matmul_heuristic_result_dtype)
+        algorithm = int(kept["algo"].ctypes.data)
+        try:
+            kept["algo"] = np.frombuffer(record["algorithm"], cublaslt.matmul_algo_dtype)
+            needed, recorded = self._workspace_bytes(algorithm), record["workspace_bytes"]
+            if needed != recorded or needed > on.workspace_bytes:
+                raise Unsupported(
+                    f"its workspace: expected {recorded} bytes, at most {on.workspace_bytes}, "
+                    f"got {needed}"
+                )
+            self._compare(algorithm, signature, operands, on)
+        except (Unsupported, ValueError, cublaslt.cuBLASLtError, OutOfMemoryError) as error:
+            self.refusal = str(error)
+        else:
+            self._algorithm, self._algorithms = algorithm, kept
+
+    def _workspace_bytes(self, algorithm: int) -> int:
+        """What an algorithm needs for this product.
+
+        Raises:
+            Unsupported, cuBLASLtError: it cannot do it.
+        """
+        found = np.zeros(1, cublaslt.matmul_heuristic_result_dtype)
+        cublaslt.matmul_algo_check(
+            self._main.handle, self._descriptor, *self._layouts, algorithm, found.ctypes.data
+        )
+        if state := int(found["state"][0]):
+            raise Unsupported(f"cuBLASLt's check of the algorithm: expected status 0, got {state}")
+        return int(found["workspace_size"][0])
+
+    def _compare(
+        self, algorithm: int, signature: Signature, operands: Operands, on: Launcher
+    ) -> None:
+        """Raises Unsupported if `algorithm` gives another result than the present one. Without C,
+        which may be D.
+        """
+        trial = replace(operands, c=None, alpha=1.0, beta=0.0)
+        outputs = self._outputs(trial)
+        with on.stream:
+            self._bind(trial, on, self._algorithm)()
+            expected = {name: array.copy(order="K") for name, array in outputs.items()}
+            self._bind(trial, on, algorithm)()
+            found = {
+                name: difference(cupy, expected[name], array) for name, array in outputs.items()
+            }
+        allowed = tolerance(signature)
+        for name, apart in found.items():
+            if not apart <= allowed:
+                raise Unsupported(
+                    f"its {name}: expected the heuristic's within {allowed:.0e} of the largest "
+                    f"element, got {apart:.1e}"
+                )
+
+    def _outputs(self, operands: Operands) -> dict[str, Array]:
+        """All numbers that a run writes. A bit of relu_aux may differ where z is near 0."""
+        outputs = {"d": operands.d}
+        if self._row.gradient is not None:
+            outputs["bias gradient"] = operands.vector
+        if self._row.aux_out == "gelu_aux":
+            assert operands.aux is not None
+            outputs["gelu_aux"] = operands.aux[..., : operands.d.shape[-2], :]
+        return outputs
+
+    @property
+    def _opaque(self) -> bytes:
+        """The algorithm as cuBLASLt has it."""
+        return string_at(self._algorithm, ALGORITHM_BYTES)
+
+    def record(self) -> dict[str, Any] | None:
+        """What another plan of the signature can be made from, also by another process; None if
+        cuBLASLt's own check does not let the algorithm pass.
+        """
+        try:
+            needed = self._workspace_bytes(self._algorithm)
+        except (Unsupported, cublaslt.cuBLASLtError):
+            return None
+        return {"algorithm": self._opaque, "workspace_bytes": needed}
 
     def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
         return self._bind(operands, self._planning if aside else self._main, self._algorithm)

@@ -90,6 +90,11 @@ class CudaEngine:
             "nvmath": nvmath.__version__,
         }
 
+    def fingerprint(self) -> dict[str, str | int]:
+        described = self.describe()
+        names = ("gpu", "compute_capability", "multiprocessors", "cublaslt", "nvmath")
+        return {name: described[name] for name in names}
+
     def memory(self) -> Memory:
         free, total = cupy.cuda.runtime.memGetInfo()
         pool = cupy.get_default_memory_pool()

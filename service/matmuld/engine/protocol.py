@@ -120,6 +120,9 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""
 
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the fastest way to do something depends on: the device's model, and versions."""
+
     def memory(self) -> Memory:
         """What arrays take and may still take."""
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matmuld_client.wire import DTYPE_NAMES
+from pydantic import TypeAdapter
 
 from .epilogs import TABLE, Epilog
 from .protocol import Array, Operands
@@ -57,6 +58,19 @@ class Signature(NamedTuple):
     options: Options
 
     @property
+    def text(self) -> str:
+        """All of it as JSON; equal signatures have equal texts."""
+        return _JSON.dump_json(self).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        """The signature whose text this is. Raises ValueError if it is none's."""
+        signature = _JSON.validate_json(text, strict=True)
+        if signature.text != text:
+            raise ValueError(f"expected the canonical text {signature.text}, got {text}")
+        return signature
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of the product."""
         batch = self.d.shape[0] if len(self.d.shape) == 3 else 1
@@ -75,6 +89,9 @@ class Signature(NamedTuple):
                 if isinstance(part, Layout)
             },
         }
+
+
+_JSON = TypeAdapter(Signature)
 
 
 class Signer:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from .. import __version__
 from ..service import TENANT, Service
 from ..settings import Settings
-from . import state, tensors
+from . import state, tensors, warming
 from .endpoints import Answer, Endpoint, operation
 from .exchange import Exchange
 from .openapi import components, describe, status
@@ -96,6 +96,8 @@ class Application(FastAPI):
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         async with Service.open(self.settings) as service:
+            if self.settings.warm is not None:
+                service.start(warming.read(service, TENANT, self.settings.warm))
             self.service = service
             yield
         self.service = None

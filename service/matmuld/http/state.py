@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from matmuld_client.errors import NotFound
+from matmuld_client.errors import NotFound, Starting
 
-from ..operations import OPERATIONS
 from ..operations.warm import rehearse
 from ..schemas import Warm
 from ..service import Service
-from .exchange import Exchange, validated
+from .exchange import Exchange
+from .warming import prepared
 
 
 async def plans(service: Service, exchange: Exchange) -> None:
@@ -22,14 +22,11 @@ async def warm(service: Service, exchange: Exchange) -> None:
     """Run requests to come once, on made-up operands, so that their plans are there then."""
     header, payloads = await exchange.decode(Warm)
     service.inputs(exchange.tenant).finish().check(payloads)
-    checked = [
-        (request.operation, validated(OPERATIONS[request.operation][0], request.header))
-        for request in header.requests
-    ]
+    steps = [prepared(service, exchange.tenant, request) for request in header.requests]
     stats = service.runtime.pool.stats
     hits, planned = stats.hits, stats.planned
-    for name, wanted in checked:
-        await rehearse(service.runtime, exchange.tenant, name, wanted)
+    for step in steps:
+        await rehearse(service.runtime, exchange.tenant, step)
     await exchange.reply({"planned": stats.planned - planned, "hits": stats.hits - hits})
 
 
@@ -53,6 +50,9 @@ async def live(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    """The device works."""
+    """The device works, and what is to be planned before the first request is planned."""
+    if service.starting:
+        await exchange.problem(Starting("the plans that --warm names are being made"))
+        return
     await service.runtime.engine.synchronize()
     await exchange.reply({"status": "ready"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..calls import Call, Reply, Results, Runtime, TapeResult
+from ..calls import Call, Reply, Results, Runtime, Step, TapeResult
 from ..operands import Inputs
 from ..schemas import Header, MlpBackward, Tensor
 from . import OPERATIONS, mlp
@@ -21,15 +21,23 @@ class Rehearsal(Call):
         return {}, []
 
 
-async def rehearse(runtime: Runtime, tenant: str, operation: str, header: Header) -> None:
-    """Run `operation` for its plans alone; of a stack with a tape, the backward pass too.
+def prepare(runtime: Runtime, tenant: str, operation: str, header: Header) -> Step:
+    """A request whose tensors are described only, checked.
+
+    Raises:
+        RequestError: the request itself would be refused.
+    """
+    return OPERATIONS[operation][1](Inputs(runtime.store, tenant, sourceless=True), header)
+
+
+async def rehearse(runtime: Runtime, tenant: str, step: Step) -> None:
+    """Run a prepared step for its plans alone; of a stack with a tape, the backward pass too.
 
     Raises:
         RequestError: whatever the request itself would raise.
     """
-    inputs = Inputs(runtime.store, tenant, sourceless=True)
     rehearsal = Rehearsal(runtime, tenant)
-    await rehearsal.perform(OPERATIONS[operation][1](inputs, header))
+    await rehearsal.perform(step)
     if (tape := rehearsal.tape) is None:
         return
     dy = Tensor(dtype=tape.layers[0].x.dtype.name, shape=[*tape.lead, tape.shape[1]])

@@ -1,0 +1,47 @@
+"""Whether two algorithms agree on a product: what a remembered one must pass."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .elementwise import accumulator_dtype, tiles
+from .protocol import Array
+from .signature import Signature
+
+_TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""Four roundings of the 16-bit types; of the longer ones a sum in another order may lose more."""
+_ROUGH = 2e-2
+"""Where inputs are rounded, or sums are kept in 16 bits."""
+_EIGHT_BITS = 0.25
+
+
+def tolerance(signature: Signature) -> float:
+    """How far two algorithms may be apart, as a part of the largest element."""
+    own = _TOLERANCES.get(signature.d.dtype, _EIGHT_BITS)
+    compute_type = signature.options.compute_type
+    rough = "FAST" in compute_type or "16F" in compute_type or signature.options.fast_accumulation
+    return max(own, _ROUGH) if rough else own
+
+
+def difference(xp: Any, expected: Array, got: Array) -> float:
+    """The largest difference between elements, as a part of the largest one that is finite.
+
+    The same infinity in both is no difference, and neither is NaN in both.
+    """
+    dtype = accumulator_dtype(np.dtype(expected.dtype))
+    worst = largest = 0.0
+    for part in tiles(expected):
+        e, g = expected[..., part].astype(dtype), got[..., part].astype(dtype)
+        with np.errstate(all="ignore"):
+            delta = xp.abs(g - e)
+        delta[xp.isnan(delta)] = math.inf
+        delta[(e == g) | (xp.isnan(e) & xp.isnan(g))] = 0
+        e[~xp.isfinite(e)] = 0
+        worst = max(worst, float(delta.max()))
+        largest = max(largest, float(xp.abs(e).max()))
+    if worst == 0:
+        return 0.0
+    return worst / largest if largest else math.inf
