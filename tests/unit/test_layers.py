@@ -31,6 +31,7 @@ RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 CUDA = ("cuda", "cupy", "cupyx", "nvmath")
 CUDA_MODULES = ("matmuld.engine", "matmuld.engine.cublaslt", "matmuld.engine.cuda")
+CUDA_PACKAGES = ("matmuld.cli.bench.gpu",)
 SHARED_WITH_THE_CLIENT = ("matmuld_client.errors", "matmuld_client.wire")
 
 
@@ -75,7 +76,7 @@ def part_of(name: str) -> str:
 
 def may_import(module: Module, name: str) -> bool:
     if is_within(name, *CUDA):
-        return module.name in CUDA_MODULES
+        return module.name in CUDA_MODULES or is_within(module.name, *CUDA_PACKAGES)
     if is_within(name, "matmuld_client"):
         return is_within(name, *SHARED_WITH_THE_CLIENT) or part_of(module.name) == "cli"
     if is_within(name, "matmuld"):
