@@ -76,7 +76,7 @@ class GpuBench(BaseModel):
         state, sections = gpu_state(self.device), list[Section]()
         with Lab(self.device, self.rounds) as lab:
             device = lab.matmuld.describe()
-            for section in run_sections(lab, self._chosen(), self.budget_seconds):
+            for section in run_sections(lab, self.sections(), self.budget_seconds):
                 console.print(f"{section.seconds:6.1f} s  {TITLES[section.name]}")
                 sections.append(section)
                 results = self._results(device, state, sections)
@@ -84,8 +84,8 @@ class GpuBench(BaseModel):
                     self._write(results)
         return results
 
-    def _chosen(self) -> list[Name]:
-        """In their own order, each once."""
+    def sections(self) -> list[Name]:
+        """Those to be measured, in their own order, each once."""
         return [name for name in SECTIONS if name in self.only]
 
     def _results(

@@ -113,6 +113,7 @@ def _line(cells: tuple[str, ...]) -> str:
 
 def draw(results: GpuResults, path: Path) -> None:
     """A chart: every case of every section a line, every subject a dot on it."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     drawn = [section for section in results.sections if section.rows]
@@ -121,7 +122,9 @@ def draw(results: GpuResults, path: Path) -> None:
     if drawn:
         grid = figure.subplots(len(drawn), height_ratios=heights, squeeze=False)
         for (axes,), section in zip(grid, drawn, strict=True):
+            axes.set_prop_cycle(color=colormaps["tab20"](range(20)))
             _draw_section(axes, section)
+            _scale(axes)
     figure.savefig(path, dpi=110)
 
 
@@ -143,8 +146,17 @@ def _draw_section(axes: Any, section: Section) -> None:
     axes.set_title(f"{section.name}: {TITLES[section.name]}", loc="left", fontsize=10)
     axes.set_yticks(range(len(lines)), [f"{case}, {clock}" for case, clock in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
-    axes.set_xscale("log")
-    axes.set_xlabel("µs, p50 and a line from p10 to p90")
-    axes.grid(axis="x", alpha=0.3)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _scale(axes: Any) -> None:
+    """Microseconds, logarithmic."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("µs, p50 and a line from p10 to p90")
+    axes.grid(axis="x", alpha=0.3)

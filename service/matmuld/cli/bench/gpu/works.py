@@ -16,7 +16,6 @@ from .problems import Layer, Step, empty_mask
 from .products import UNSUPPORTED, Product
 from .work import Work, Works
 
-
 Launch = Callable[[], Any]
 
 
