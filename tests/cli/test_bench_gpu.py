@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from matmuld.cli.bench import gpu
 from matmuld.cli.bench.gpu import SECTIONS, GpuBench, headers
-from matmuld.cli.bench.gpu import results as kept
+from matmuld.cli.bench.gpu import section as kept
+from matmuld.cli.bench.gpu.bars import Bar, bars
 from matmuld.cli.bench.gpu.inprocess import Matmuld, in_turn
 from matmuld.cli.bench.gpu.report import draw, duration, markdown, render
-from matmuld.cli.bench.gpu.results import Bar, GpuResults, Row, Section, bars
+from matmuld.cli.bench.gpu.results import GpuResults
+from matmuld.cli.bench.gpu.section import Row, Section
 from matmuld.cli.bench.gpu.served import Service, back_to_back, request, serving
 from matmuld.cli.bench.gpu.stopwatch import (
     LEAST_ROUNDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,20 +14,21 @@ from rich.console import Console
 from ....engine import cuda_devices
 from ...failure import Failure, try_folder, writing
 from .report import draw, markdown, render
-from .results import TITLES, GpuResults, Name, Section
+from .results import GpuResults
+from .section import TITLES, Name, Section
 from .state import gpu_state
 
 SECTIONS: tuple[Name, ...] = get_args(Name)
 
 
 def _device(value: str) -> str:
-    if value.removeprefix("cuda:").isdecimal() and value.startswith("cuda:"):
+    if re.fullmatch(r"cuda:[0-9]+", value):
         return value
     raise ValueError(f"expected cuda:N, got {value!r}")
 
 
 def _separated(value: object) -> object:
-    """Names with commas between them; all of the sections if there are none."""
+    """Names with commas between them."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value

@@ -13,7 +13,7 @@ from ...failure import Failure
 from .device import Array, Gpu, check
 from .inprocess import Matmuld
 from .pytorch import MISSING, PyTorch, open_pytorch
-from .results import MATMULD, Section
+from .section import MATMULD, Section
 from .served import Service, serving
 from .stopwatch import Budget, Samples, interleaved
 from .work import Work, Works

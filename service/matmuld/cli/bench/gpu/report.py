@@ -13,7 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .results import TITLES, Bar, GpuResults, Row, Section
+from .bars import Bar
+from .results import GpuResults
+from .section import TITLES, Row, Section
 
 _HEADINGS = ("case", "subject", "clock", "p50", "p10 to p90", "rounds")
 _BAR_HEADINGS = ("bar", "case", "figure", "limit", "")

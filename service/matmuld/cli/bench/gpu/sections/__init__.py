@@ -7,7 +7,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from ..lab import Lab
-from ..results import Name, Section
+from ..section import Name, Section
 from ..stopwatch import Budget
 from . import backward, choices, float8, host, large, stacks, start
 

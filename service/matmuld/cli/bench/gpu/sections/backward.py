@@ -11,7 +11,7 @@ from .. import headers
 from ..inprocess import in_turn
 from ..lab import Lab
 from ..problems import Step
-from ..results import DOCUMENTED, MATMULD, Section, named
+from ..section import DOCUMENTED, MATMULD, Section, named
 from ..stopwatch import Budget
 from ..work import Work
 from ..works import Builder, step_works

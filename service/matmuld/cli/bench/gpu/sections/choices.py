@@ -9,7 +9,7 @@ from .. import headers
 from ..device import Array
 from ..lab import Lab
 from ..problems import Layer
-from ..results import MATMULD, Section, named
+from ..section import MATMULD, Section, named
 from ..stopwatch import Budget
 from ..work import Work, Works
 from ..works import Builder, forward_works, layer_backward_works

@@ -15,7 +15,7 @@ from ...load import Wire
 from .. import headers
 from ..device import normal_tile
 from ..lab import Lab
-from ..results import BFLOAT16, FLOAT8, Section, named
+from ..section import BFLOAT16, FLOAT8, Section, named
 from ..served import Service, back_to_back, request
 from ..stopwatch import Budget, interleaved
 

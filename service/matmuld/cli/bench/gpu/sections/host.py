@@ -14,7 +14,7 @@ from ..device import Array, check
 from ..lab import Lab
 from ..problems import Layer, empty_mask
 from ..products import Product
-from ..results import MATMULD, NVMATH, UNCHECKED, Section, named
+from ..section import MATMULD, NVMATH, UNCHECKED, Section, named
 from ..stopwatch import Budget, interleaved
 
 SHAPES = ((64, 4096, 4096), (1, 4096, 4096), (8, 256, 256), (1024, 4096, 4096))

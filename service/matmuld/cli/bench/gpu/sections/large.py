@@ -15,7 +15,7 @@ from ..device import Array, check
 from ..inprocess import Operation
 from ..lab import Lab
 from ..problems import Layer
-from ..results import IN_PROCESS, MATMULD, NVMATH, SERVICE, Section
+from ..section import IN_PROCESS, MATMULD, NVMATH, SERVICE, Section
 from ..served import Request, back_to_back, request
 from ..stopwatch import Budget, interleaved
 from ..work import Works

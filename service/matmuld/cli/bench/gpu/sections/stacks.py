@@ -17,7 +17,7 @@ from ..lab import Lab
 from ..problems import chained
 from ..products import Product
 from ..pytorch import EAGER
-from ..results import NVMATH, REQUEST, Section, named
+from ..section import NVMATH, REQUEST, Section, named
 from ..served import request
 from ..stopwatch import Budget, interleaved
 

@@ -17,7 +17,7 @@ from .. import headers
 from ..device import Array, check
 from ..lab import Lab
 from ..problems import Layer
-from ..results import COLD, STEADY, WARM, Section, named
+from ..section import COLD, STEADY, WARM, Section, named
 from ..served import Service, request, serving
 from ..stopwatch import LEAST_ROUNDS, Budget, Samples
 
