@@ -33,6 +33,7 @@ RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 CUDA = ("cuda", "cupy", "cupyx", "nvmath")
 CUDA_MODULES = tuple(f"matmuld.engine{name}" for name in ("", ".cublaslt", ".cuda", ".kernels"))
+CUDA_PACKAGES = ("matmuld.cli.bench.gpu",)
 SHARED_WITH_THE_CLIENT = ("matmuld_client.errors", "matmuld_client.wire")
 
 
@@ -77,7 +78,7 @@ def part_of(name: str) -> str:
 
 def may_import(module: Module, name: str) -> bool:
     if is_within(name, *CUDA):
-        return module.name in CUDA_MODULES
+        return module.name in CUDA_MODULES or is_within(module.name, *CUDA_PACKAGES)
     if is_within(name, "matmuld_client"):
         return is_within(name, *SHARED_WITH_THE_CLIENT) or part_of(module.name) == "cli"
     if is_within(name, "matmuld"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 from pydantic_settings import CliSubCommand, get_subcommand
 
+from .gpu import GpuBench
 from .http import HttpBench
 
 
@@ -14,8 +15,11 @@ class Bench(BaseModel):
     http: CliSubCommand[HttpBench] = Field(
         description="latency of small requests over TCP and a unix socket, beside bare echoes"
     )
+    gpu: CliSubCommand[GpuBench] = Field(
+        description="products and requests on a GPU, beside nvmath and PyTorch"
+    )
 
     def run(self) -> int:
         command = get_subcommand(self, cli_exit_on_error=False)
-        assert isinstance(command, HttpBench)
+        assert isinstance(command, HttpBench | GpuBench)
         return command.run()

@@ -53,9 +53,9 @@ class Layer:
 class Wire:
     """A keep-alive connection; requests are ready made, and replies are hardly looked at."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, reply_bytes: int = 1 << 16) -> None:
         self._address = address
-        self._buffer = bytearray(1 << 16)
+        self._buffer = bytearray(reply_bytes)
         self._view = memoryview(self._buffer)
 
     def __enter__(self) -> None:
@@ -66,7 +66,9 @@ class Wire:
 
     def post(self, request: list[bytes]) -> memoryview:
         """The body of the reply; good until the next."""
-        self._socket.sendmsg(request)
+        left = sum(map(len, request)) - self._socket.sendmsg(request)
+        if left:
+            self._socket.sendall(memoryview(request[-1])[-left:])
         start, end, received = 0, len(self._buffer), 0
         while received < end:
             count = self._socket.recv_into(self._view[received:])
@@ -79,7 +81,7 @@ class Wire:
         return self._view[start:end]
 
     def _length(self, head: int) -> int:
-        if not self._buffer.startswith(b"HTTP/1.1 200"):
+        if not self._buffer.startswith(b"HTTP/1.1 2"):
             raise Failure(f"a server said {bytes(self._buffer[:head])!r}")
         at = self._buffer.index(b"content-length: ", 0, head) + 16
         return int(self._buffer[at : self._buffer.index(b"\r", at)])

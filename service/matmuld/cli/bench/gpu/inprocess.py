@@ -1,0 +1,137 @@
+"""matmuld in this process: its operations on its engine, without HTTP.
+
+All that the benchmark knows of the inside of the service is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from statistics import median
+from time import perf_counter_ns
+from typing import Any, TypeVar
+
+from ....calls import Call, Reply, Results, Runtime, TapeResult
+from ....engine import open_engine
+from ....engine.protocol import Array
+from ....memory.handles import HandleMint
+from ....memory.tensors import Kind, TensorStore
+from ....operands import Inputs
+from ....operations import OPERATIONS
+from ....pool import PlanPool
+from ....schemas import Into
+from ....store import NoChoices
+from .work import Work
+
+T = TypeVar("T")
+
+_TENANT = "bench"
+_PLANS, _PLAN_BYTES, _TTL_S = 1024, 1 << 30, 86_400.0
+_CALLS = 50
+
+
+class Matmuld:
+    """An engine, a pool and a store. The current stream of this thread is then the engine's."""
+
+    def __init__(self, device: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._engine = open_engine(device)
+        quota = self._engine.memory().total
+        self._pool = PlanPool(self._engine, _PLANS, _PLAN_BYTES)
+        self._store = TensorStore(HandleMint(), quota, _TTL_S)
+        self.runtime = Runtime(self._engine, self._pool, self._store, NoChoices())
+
+    def describe(self) -> dict[str, Any]:
+        """The device and the versions of the libraries in use."""
+        return self._engine.describe()
+
+    def hold(self, array: Array, kind: Kind = "tensor") -> str:
+        """The handle of an array, which is not copied."""
+        return self._store.add(_TENANT, array, kind=kind).handle
+
+    def operation(self, name: str, header: dict[str, Any]) -> Operation:
+        """An operation by its path and its header, whose operands are held."""
+        return Operation(self, name, header)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(coroutine)
+
+    def forget(self) -> None:
+        """Free all that is held, and every plan."""
+        self.wait(self._engine.synchronize())
+        self._store.clear()
+        self._pool.evict()
+
+    def close(self) -> None:
+        self._store.clear()
+        self.wait(self._pool.close())
+        self._engine.close()
+        self._loop.close()
+
+
+class _Launched(Call):
+    """A call that is over once everything is launched; its results are put into their tensors."""
+
+    results: Results
+
+    async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
+        self.results = results
+        for result in results.values():
+            if not isinstance(result, list) and isinstance(result.placement, Into):
+                self.store.replace(self.target(result.placement), result.value)
+        return {}, []
+
+
+class Operation:
+    """An operation of the service that is done again and again, as if its header came each time."""
+
+    def __init__(self, matmuld: Matmuld, name: str, header: dict[str, Any]) -> None:
+        self._matmuld = matmuld
+        kind, check = OPERATIONS[name]
+        inputs = Inputs(matmuld.runtime.store, _TENANT)
+        self._step = check(inputs, kind.model_validate(header))
+        self._results: Results = {}
+
+    async def launch(self) -> None:
+        call = _Launched(self._matmuld.runtime, _TENANT)
+        await call.perform(self._step)
+        self._results = call.results
+
+    def run(self) -> None:
+        """Launch it, from outside of the event loop."""
+        self._matmuld.wait(self.launch())
+
+    def output(self, name: str) -> Array:
+        """What the last launch gave under that name."""
+        result = self._results[name]
+        assert not isinstance(result, list)
+        return result.value
+
+    def work(self, *names: str) -> Work:
+        return Work(self.run, lambda: [self.output(name) for name in names])
+
+    def host_us(self) -> float:
+        """What the host takes from the operation to its launched products, as on the event loop of
+        the service: the median of some calls in a row.
+        """
+        return self._matmuld.wait(self._host_us())
+
+    async def _host_us(self) -> float:
+        engine, took = self._matmuld.runtime.engine, []
+        await engine.synchronize()
+        for _ in range(_CALLS):
+            began = perf_counter_ns()
+            await self.launch()
+            took.append(perf_counter_ns() - began)
+        await engine.synchronize()
+        return median(took) / 1e3
+
+
+def in_turn(operations: Sequence[Operation], outputs: Sequence[tuple[Operation, str]]) -> Work:
+    """One operation after the other; a later one may read what an earlier one has placed."""
+
+    def run() -> None:
+        for operation in operations:
+            operation.run()
+
+    return Work(run, lambda: [operation.output(name) for operation, name in outputs])
