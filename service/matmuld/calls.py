@@ -22,6 +22,9 @@ from .pool import PlanPool
 from .schemas import Into, Placement
 from .store import Choices
 
+Way = Callable[["Call", Any], Awaitable[None]]
+"""Does a step, on a call."""
+
 Results = dict[str, "Result | list[Results]"]
 """The results of an operation by name; a stack's layers are a list of such maps."""
 
@@ -40,14 +43,64 @@ class Timing:
     copy: float = 0.0
 
 
+class Tunable(Protocol):
+    """A step on arrays, with several ways to do it: a NamedTuple of `strategies`."""
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def ways(self) -> dict[str, Way]:
+        """By name; the first is taken until another is known to be better."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields that are written."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+    @property
+    def _replace(self) -> Callable[..., Any]: ...
+
+
+class Chooser(Protocol):
+    """Knows the best way to do a step.
+
+    Attributes:
+        generation: counts changes of its mind.
+    """
+
+    generation: int
+
+    async def way(self, step: Tunable) -> str:
+        """The name of the way to do `step` now."""
+
+
+class FirstWay:
+    """Has no opinion."""
+
+    generation = 0
+
+    async def way(self, step: Tunable) -> str:
+        return next(iter(step.ways))
+
+
 @dataclass(slots=True)
 class Runtime:
-    """What all requests share."""
+    """What all requests share.
+
+    Attributes:
+        active: requests at work.
+        served: requests that have come, since the start.
+    """
 
     engine: Engine
     pool: PlanPool
     store: TensorStore
     choices: Choices
+    tuner: Chooser = field(default_factory=FirstWay)
+    active: int = 0
+    served: int = 0
 
 
 @dataclass(slots=True)
@@ -83,8 +136,12 @@ class Step:
     run: Callable[[Call], Awaitable[Reply]]
     repeatable: bool = True
     runs: int = 0
+    generation: int = -1
+    """Of the choices from which `ways` and `signatures` were derived."""
+    ways: list[str] = field(default_factory=list)
+    """To do its parts, in the order in which they always come."""
     signatures: list[Signature] = field(default_factory=list)
-    """Of its products, in the order in which they always come."""
+    """Of its products, likewise."""
     recording: Recording | None = None
 
     @property
@@ -153,6 +210,9 @@ class Call:
         self.tenant = tenant
         self.timing = Timing()
         self._pool = runtime.pool
+        self._tuner = runtime.tuner
+        self._ways: list[str] = []
+        self._parts = 0
         self.payloads = payloads
         self._residents: list[Resident] = []
         self._held: list[Array | None] = []
@@ -173,7 +233,9 @@ class Call:
                 return reply
         step.runs += 1
         self.bind(step.sources)
-        self._signatures = step.signatures
+        if step.generation != self._tuner.generation:
+            step.generation, step.ways, step.signatures = self._tuner.generation, [], []
+        self._ways, self._signatures = step.ways, step.signatures
         return await step.run(self)
 
     def bind(self, sources: Sources) -> None:
@@ -199,6 +261,15 @@ class Call:
         flat = await self.engine.borrow(np.frombuffer(data, operand.dtype))
         self.timing.copy += perf_counter() - began
         return operand.arrange(self.engine, flat)
+
+    async def choose(self, step: Tunable) -> None:
+        """Do a step, in whatever way is best."""
+        index, self._parts = self._parts, self._parts + 1
+        if index == len(self._ways):
+            way = await self._tuner.way(step)
+            if index == len(self._ways):
+                self._ways.append(way)
+        await step.ways[self._ways[index]](self, step)
 
     async def run(self, operands: Operands, epilog: Epilog, options: Options) -> None:
         """Start ``d = epilog(alpha · a @ b + beta · c)``; planned first if it must be. Raises

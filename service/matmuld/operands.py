@@ -160,11 +160,15 @@ class Inputs:
         payload_limit: int = PAYLOAD_LIMIT,
         *,
         sourceless: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """`payload_limit`: bytes of a tensor in the reply; `sourceless`: nothing is sent."""
+        """`payload_limit`: bytes of a tensor in the reply; `sourceless`: nothing is sent;
+        `deterministic`: the same bits every time, whether a header asks for it or not.
+        """
         self.store = store
         self.tenant = tenant
         self.payload_limit = payload_limit
+        self.deterministic = deterministic
         self._sourceless = sourceless
         self._operands: list[Operand] = []
         self._targets: set[str] = set()

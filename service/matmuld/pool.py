@@ -152,6 +152,19 @@ class PlanPool:
         """The place of `signature`, if there is one; this is no use of it."""
         return self._entries.get(signature)
 
+    def exchange(self, signature: Signature, plan: Plan) -> bool:
+        """Use `plan` from now on, if the plan of that signature is idle; whether it is so, else it
+        is freed.
+        """
+        entry = self._entries.get(signature)
+        if entry is None or not entry.idle or entry.plan is None:
+            plan.close()
+            return False
+        self._nbytes += plan.nbytes - entry.plan.nbytes
+        entry.plan.close()
+        entry.plan = plan
+        return True
+
     async def wait(self, entry: Entry) -> None:
         """Return once the plan is the caller's."""
         turn = asyncio.get_running_loop().create_future()

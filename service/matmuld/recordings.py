@@ -18,10 +18,10 @@ import numpy as np
 from matmuld_client.wire import Buffer, octets, pack, payload_head
 from msgpack import packb
 
-from .calls import Call, Reply, Results, Runtime, Step, TapeResult, Timing, leaves_of
+from .calls import Call, Chooser, Reply, Results, Runtime, Step, TapeResult, Timing, leaves_of
 from .engine.elementwise import assign, empty_like
 from .engine.epilogs import Epilog
-from .engine.protocol import Array, Engine, Launch, Operands
+from .engine.protocol import Array, Engine, Launch, Operands, Plan
 from .engine.signature import Options
 from .memory.tensors import Resident
 from .operands import Operand
@@ -37,8 +37,9 @@ class Recordings:
     go first.
     """
 
-    def __init__(self, pool: PlanPool, limit: int) -> None:
+    def __init__(self, pool: PlanPool, tuner: Chooser, limit: int) -> None:
         self.pool = pool
+        self.tuner = tuner
         self.nbytes = 0
         self._limit = limit
         self._kept: OrderedDict[Recording, None] = OrderedDict()
@@ -79,13 +80,14 @@ class Recording:
         self.closed = False
         self._engine = engine
         self._recordings = recordings
+        self._generation = recordings.tuner.generation
         self._length = 0
         self._frames: list[tuple[int, int, bytes]] = []
         self._spans: list[tuple[int, int]] = []
         self._sizes: list[int] = []
         self._fills: list[tuple[int, Callable[[memoryview], None]]] = []
         self._launches: list[Launch] = []
-        self._entries: list[Entry] = []
+        self._plans: list[tuple[Entry, Plan | None]] = []
         self._residents: Sequence[Resident] = ()
         self._results: Results = {}
         self._placements: list[Placement] = []
@@ -101,7 +103,7 @@ class Recording:
         """Every time there is this launch, with the plan of `entry`."""
         self._launches.append(launch)
         if entry is not None:
-            self._entries.append(entry)
+            self._plans.append((entry, entry.plan))
 
     def complete(
         self,
@@ -165,8 +167,11 @@ class Recording:
         began, now = perf_counter(), monotonic()
         if self.closed:
             return False
-        for entry in self._entries:
-            if entry.plan is None:
+        if self._generation != self._recordings.tuner.generation:
+            self.close()
+            return False
+        for entry, plan in self._plans:
+            if entry.plan is not plan:
                 self.close()
                 return False
             if entry.in_use:
@@ -176,7 +181,7 @@ class Recording:
                 return False
             resident.touch(now)
         self._recordings.touch(self)
-        for entry in self._entries:
+        for entry, _ in self._plans:
             self._recordings.pool.touch(entry)
         for index, take in self._fills:
             take(payloads[index])
@@ -189,7 +194,7 @@ class Recording:
         if not self.closed:
             self.closed = True
             self._recordings.drop(self)
-            self._fills, self._launches, self._entries = [], [], []
+            self._fills, self._launches, self._plans = [], [], []
             self._results, self._values, self._parts, self._residents = {}, [], [], ()
 
 

@@ -111,6 +111,8 @@ class Plan(Reply):
     sm_count_target: int | None = None
     reduction_scheme_mask: int | None = None
     numerical_impl_mask: int | None = None
+    deterministic: bool | None = None
+    split: bool | None = None
     path: str
     flops: int
     hits: int
@@ -159,6 +161,8 @@ class Info(Reply):
     tensors: dict[str, int]
     plans: PoolStats
     choices: dict[str, int]
+    autotune: dict[str, int | float]
+    recordings: dict[str, int]
 
 
 class Health(Reply):

@@ -59,6 +59,7 @@ class Options(Header):
     sm_count_target: int = Field(default=0, ge=0, le=1 << 20)
     reduction_scheme_mask: int | None = Field(default=None, ge=0, lt=1 << 32)
     numerical_impl_mask: int | None = Field(default=None, ge=0, lt=1 << 64)
+    deterministic: bool = Field(default=False, description="the same bits every time")
 
 
 class LinearForward(Header):

@@ -28,6 +28,7 @@ from .recordings import Recorder, Recordings
 from .settings import Settings
 from .steps import Steps
 from .store import Choices, NoChoices, PlanStore
+from .tuner import Mode, Tuner
 
 log = logging.getLogger("matmuld")
 
@@ -38,11 +39,12 @@ TENANT = "default"
 class Service:
     """Engine, pool and store, and what is known about them."""
 
-    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+    def __init__(self, settings: Settings, runtime: Runtime, tuner: Tuner) -> None:
         self.settings = settings
         self.runtime = runtime
+        self.tuner = tuner
         self.steps = Steps()
-        self.recordings = Recordings(runtime.pool, settings.recording_bytes)
+        self.recordings = Recordings(runtime.pool, tuner, settings.recording_bytes)
         self._started = monotonic()
         self._warming: asyncio.Task[None] | None = None
 
@@ -57,7 +59,11 @@ class Service:
         store = TensorStore(HandleMint(), quota, settings.ttl_s)
         pool = PlanPool(engine, settings.plans, settings.plan_bytes)
         choices = _open_choices(settings.plan_store, engine)
-        service = cls(settings, Runtime(engine, pool, store, choices))
+        engine.choices = choices
+        runtime = Runtime(engine, pool, store, choices)
+        tuner = Tuner(runtime, _mode(settings, engine), settings.autotune_s, settings.strategies)
+        runtime.tuner = tuner
+        service = cls(settings, runtime, tuner)
         log.info("device %s, epoch %s", engine.describe(), store.mint.epoch)
         janitor = asyncio.create_task(service._sweep_for_ever())
         try:
@@ -67,6 +73,7 @@ class Service:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            await tuner.close()
             service.recordings.clear()
             store.clear()
             await pool.close()
@@ -84,7 +91,8 @@ class Service:
 
     def inputs(self, tenant: str, payload_limit: int = PAYLOAD_LIMIT) -> Inputs:
         """The tensors of a header of `tenant`'s, whose reply's payloads are limited so."""
-        return Inputs(self.runtime.store, tenant, payload_limit)
+        deterministic = self.settings.deterministic
+        return Inputs(self.runtime.store, tenant, payload_limit, deterministic=deterministic)
 
     def start(self, steps: Sequence[Step]) -> None:
         """Rehearse `steps`; the service is `starting` until that is done."""
@@ -145,6 +153,8 @@ class Service:
             "tensors": {"count": len(store), "nbytes": store.nbytes, "expired": store.expired},
             "plans": self.pool_stats(),
             "choices": asdict(self.runtime.choices.stats),
+            "autotune": {**asdict(self.tuner.stats), "pending": self.tuner.pending},
+            "recordings": {"count": len(self.recordings), "nbytes": self.recordings.nbytes},
         }
 
 
@@ -153,3 +163,10 @@ def _open_choices(folder: Path | None, engine: Engine) -> Choices:
     if folder is None:
         return NoChoices()
     return PlanStore(folder, {"matmuld": __version__, **engine.fingerprint()})
+
+
+def _mode(settings: Settings, engine: Engine) -> Mode:
+    """Where there is one way only, as in NumPy, there is nothing to measure unless it is asked
+    for.
+    """
+    return settings.autotune or ("off" if engine.name == "cpu" else "lazy")

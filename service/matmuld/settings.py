@@ -137,6 +137,23 @@ class Settings(Stored):
     plan_bytes: int = Field(
         default=1 << 30, ge=0, description="bytes of host and device memory for plans"
     )
+    autotune: Literal["off", "lazy", "eager"] | None = Field(
+        default=None,
+        description="measure which way and algorithm is best for a signature: never, while nothing "
+        "else is to be done, or before its first request is answered; None: lazy on a GPU",
+    )
+    autotune_s: float = Field(
+        default=0.25,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds of measuring for each comparison",
+    )
+    strategies: list[str] = Field(
+        default=[], description="ways to take wherever there are such, measured or not"
+    )
+    deterministic: bool = Field(
+        default=False, description="every result has the same bits every time"
+    )
     recording_bytes: int = Field(
         default=1 << 28,
         ge=0,

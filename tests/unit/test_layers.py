@@ -18,7 +18,7 @@ LAYERS = (
     ("cli",),
     ("http",),
     ("service",),
-    ("operations",),
+    ("operations", "tuner"),
     ("steps", "strategies"),
     ("recordings",),
     ("calls",),

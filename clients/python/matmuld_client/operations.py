@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
         sm_count_target: multiprocessors to plan for.
         reduction_scheme_mask: of cuBLASLt; 0 gives reproducible sums.
         numerical_impl_mask: of cuBLASLt.
+        deterministic: the same bits every time.
     """
 
     compute_type: ComputeType
@@ -66,6 +67,7 @@ class Options(TypedDict, total=False):
     sm_count_target: int
     reduction_scheme_mask: int
     numerical_impl_mask: int
+    deterministic: bool
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from .elementwise import accumulator_dtype, tiles
 from .protocol import Array
-from .signature import Signature
+from .signature import Options
 
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Four roundings of the 16-bit types; of the longer ones a sum in another order may lose more."""
@@ -18,11 +18,11 @@ _ROUGH = 2e-2
 _EIGHT_BITS = 0.25
 
 
-def tolerance(signature: Signature) -> float:
-    """How far two algorithms may be apart, as a part of the largest element."""
-    own = _TOLERANCES.get(signature.d.dtype, _EIGHT_BITS)
-    compute_type = signature.options.compute_type
-    rough = "FAST" in compute_type or "16F" in compute_type or signature.options.fast_accumulation
+def tolerance(dtype: str, options: Options) -> float:
+    """How far two results of that dtype may be apart, as a part of the largest element."""
+    own = _TOLERANCES.get(dtype, _EIGHT_BITS)
+    compute_type = options.compute_type
+    rough = "FAST" in compute_type or "16F" in compute_type or options.fast_accumulation
     return max(own, _ROUGH) if rough else own
 
 

@@ -18,12 +18,14 @@ from contextvars import copy_context
 from ctypes import addressof, c_char
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
 from matmuld_client.errors import OutOfMemory, RequestError
 from threadpoolctl import ThreadpoolController
 
+from ..store import Choices, NoChoices
 from . import elementwise
 from .elementwise import swap
 from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan
@@ -80,6 +82,15 @@ class CpuPlan:
             launches.append(partial(np.multiply, product, alpha, out=product))
         launches += elementwise.finishing(self._epilog, product, o)
         return launches[0] if len(launches) == 1 else partial(_in_turn, launches)
+
+    def variants(self, operands: Operands) -> list[Launch]:
+        return []
+
+    def take(self, index: int, operands: Operands) -> None:
+        return None
+
+    def record(self) -> None:
+        return None
 
     def close(self) -> None:
         self._a = self._b = self._product = None
@@ -144,7 +155,9 @@ class CpuEngine:
         self._ledger = threading.RLock()
         self._quiet = copy_context()
         self._quiet.run(np.seterr, all="ignore")
-        self.signature = Signer(_alignment).sign
+        self.choices: Choices = NoChoices()
+        signer = Signer(_alignment)
+        self.signature, self.layout = signer.sign, signer.layout
         self._blas = _BlasThreads()
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matmuld-cpu")
 
@@ -211,6 +224,12 @@ class CpuEngine:
             return self._quiet.run(function, *args)
         return await self._in_thread(_quietly, function, *args)
 
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        return await self._in_thread(_quietly, function, *args)
+
+    async def time(self, launches: Sequence[Launch]) -> float:
+        return await self._in_thread(_quietly, _timed, launches)
+
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call on a thread; wait for its end also if cancelled, for it uses what the caller then
         gives back.
@@ -271,6 +290,12 @@ def _alignment(array: Array) -> int:
 def _in_turn(launches: Sequence[Launch]) -> None:
     for launch in launches:
         launch()
+
+
+def _timed(launches: Sequence[Launch]) -> float:
+    began = perf_counter()
+    _in_turn(launches)
+    return perf_counter() - began
 
 
 def _quietly(function: Callable[..., T], *args: Any) -> T:

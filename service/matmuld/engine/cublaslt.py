@@ -31,12 +31,12 @@ from nvmath.linalg.advanced import MatmulReductionScheme as ReductionScheme
 
 from .agreement import difference, tolerance
 from .epilogs import TABLE, Epilog
-from .protocol import Array, Launch, Operands
+from .protocol import Array, Disagreement, Launch, Operands
 from .signature import Signature
 
 NVMATH_VERSION = "1.0.0"
 ALIGNMENT = 256
-CANDIDATES = 4
+CANDIDATES = 8
 """Algorithms asked of the heuristic; the first that really runs is kept."""
 ALGORITHM_BYTES = 64
 HOST_BYTES = 32 << 10
@@ -101,6 +101,8 @@ class FusedPlan:
         self._main = main
         self._planning = planning
         self.refusal: str | None = None
+        self._restored = False
+        self._signature = signature
         self._row = TABLE[signature.epilog]
         try:
             self._matmul = matmul = Matmul(
@@ -123,7 +125,7 @@ class FusedPlan:
             self._keep(matmul)
             self._algorithm = self._first_that_runs(operands)
             if record is not None:
-                self._restore(record, signature, operands, planning)
+                self._restore(record, operands)
         except _REFUSALS as error:
             matmul.free()
             raise _refusal(error) from error
@@ -155,42 +157,61 @@ class FusedPlan:
 
     def _first_that_runs(self, operands: Operands) -> int:
         """Try the candidates on the planning stream; this also loads the kernels."""
-        planning = self._planning
-        buffer = self._matmul.algorithms_buffer
-        for index in range(len(buffer)):
-            algorithm = buffer[index]["algo"].ctypes.data
-            if int(buffer[index]["workspace_size"].item()) > planning.workspace_bytes:
-                continue
-            try:
-                self._bind(operands, planning, int(algorithm))()
-            except cublaslt.cuBLASLtError:
-                continue
-            planning.stream.synchronize()
-            self._algorithms = buffer
-            return int(algorithm)
+        self._algorithms = buffer = self._matmul.algorithms_buffer
+        self._untried = [
+            int(result["algo"].ctypes.data)
+            for result in buffer
+            if int(result["workspace_size"].item()) <= self._planning.workspace_bytes
+        ]
+        while self._untried:
+            algorithm = self._untried.pop(0)
+            if self._runs(operands, algorithm):
+                return algorithm
         raise RuntimeError("none of the heuristic's algorithms runs")
 
-    def _restore(
-        self, record: Mapping[str, Any], signature: Signature, operands: Operands, on: Launcher
-    ) -> None:
+    def _runs(self, operands: Operands, algorithm: int) -> bool:
+        try:
+            self._bind(operands, self._planning, algorithm)()
+        except cublaslt.cuBLASLtError:
+            return False
+        self._planning.stream.synchronize()
+        return True
+
+    def variants(self, operands: Operands) -> list[Launch]:
+        if self._restored:
+            return []
+        self._untried = [a for a in self._untried if self._runs(operands, a)]
+        algorithms = [self._algorithm, *self._untried]
+        return [self._bind(operands, self._planning, algorithm) for algorithm in algorithms]
+
+    def take(self, index: int, operands: Operands) -> None:
+        algorithm = self._untried[index - 1]
+        try:
+            self._compare(algorithm, operands)
+        except Unsupported as error:
+            raise Disagreement(f"{self._signature.describe()}: {error}") from None
+        self._algorithm = algorithm
+
+    def _restore(self, record: Mapping[str, Any], operands: Operands) -> None:
         """Take the algorithm of `record`, or say in `refusal` why not."""
         if record["algorithm"] == self._opaque:
+            self._restored = True
             return
         kept = np.zeros(1, cublaslt.matmul_heuristic_result_dtype)
         algorithm = int(kept["algo"].ctypes.data)
         try:
             kept["algo"] = np.frombuffer(record["algorithm"], cublaslt.matmul_algo_dtype)
             needed, recorded = self._workspace_bytes(algorithm), record["workspace_bytes"]
-            if needed != recorded or needed > on.workspace_bytes:
+            most = self._planning.workspace_bytes
+            if needed != recorded or needed > most:
                 raise Unsupported(
-                    f"its workspace: expected {recorded} bytes, at most {on.workspace_bytes}, "
-                    f"got {needed}"
+                    f"its workspace: expected {recorded} bytes, at most {most}, got {needed}"
                 )
-            self._compare(algorithm, signature, operands, on)
+            self._compare(algorithm, operands)
         except (Unsupported, ValueError, cublaslt.cuBLASLtError, OutOfMemoryError) as error:
             self.refusal = str(error)
         else:
-            self._algorithm, self._algorithms = algorithm, kept
+            self._algorithm, self._algorithms, self._restored = algorithm, kept, True
 
     def _workspace_bytes(self, algorithm: int) -> int:
         """What an algorithm needs for this product.
@@ -206,12 +227,11 @@ class FusedPlan:
             raise Unsupported(f"cuBLASLt's check of the algorithm: expected status 0, got {state}")
         return int(found["workspace_size"][0])
 
-    def _compare(
-        self, algorithm: int, signature: Signature, operands: Operands, on: Launcher
-    ) -> None:
+    def _compare(self, algorithm: int, operands: Operands) -> None:
         """Raises Unsupported if `algorithm` gives another result than the present one. Without C,
         which may be D.
         """
+        on, signature = self._planning, self._signature
         trial = replace(operands, c=None, alpha=1.0, beta=0.0)
         outputs = self._outputs(trial)
         with on.stream:
@@ -221,7 +241,7 @@ class FusedPlan:
             found = {
                 name: difference(cupy, expected[name], array) for name, array in outputs.items()
             }
-        allowed = tolerance(signature)
+        allowed = tolerance(signature.d.dtype, signature.options)
         for name, apart in found.items():
             if not apart <= allowed:
                 raise Unsupported(
@@ -244,15 +264,14 @@ class FusedPlan:
         """The algorithm as cuBLASLt has it."""
         return string_at(self._algorithm, ALGORITHM_BYTES)
 
-    def record(self) -> dict[str, Any] | None:
-        """What another plan of the signature can be made from, also by another process; None if
-        cuBLASLt's own check does not let the algorithm pass.
-        """
+    def record(self) -> tuple[str, dict[str, Any]] | None:
+        """None if cuBLASLt's own check does not let the algorithm pass."""
         try:
             needed = self._workspace_bytes(self._algorithm)
         except (Unsupported, cublaslt.cuBLASLtError):
             return None
-        return {"algorithm": self._opaque, "workspace_bytes": needed}
+        record = {"algorithm": self._opaque, "workspace_bytes": needed}
+        return self._signature.text, record
 
     def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
         return self._bind(operands, self._planning if aside else self._main, self._algorithm)
@@ -340,7 +359,9 @@ def _preferences(signature: Signature) -> MatmulPlanPreferences:
     """
     options = signature.options
     reduction = options.reduction_scheme_mask
-    if reduction is None and signature.d.dtype in ("float16", "bfloat16"):
+    if options.deterministic:
+        reduction = ReductionScheme.NONE
+    elif reduction is None and signature.d.dtype in ("float16", "bfloat16"):
         reduction = ReductionScheme.COMPUTE_TYPE
     implementations = options.numerical_impl_mask
     return MatmulPlanPreferences(

@@ -22,6 +22,7 @@ from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
 from matmuld_client.errors import DeviceLost, Internal, OutOfMemory, RequestError
 
+from ..store import Choices, NoChoices
 from . import cublaslt, elementwise, kernels
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import CUBLASLT, TABLE, Epilog
@@ -39,6 +40,8 @@ SAFE_ALIGNMENT = 16
 """Bytes; below, cuBLASLt has no algorithm for some types."""
 INLINE_BYTES = 1 << 18
 SPIN_SECONDS = 0.002
+FLUSH_BYTES = 1 << 28
+FLUSHES = 4
 _TOO_LITTLE = "the GPU's or the host's memory does not suffice: {}"
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
@@ -64,7 +67,9 @@ class CudaEngine:
         self._planning = Launcher(self._handle, planning, WORKSPACE_BYTES)
         self._planner = self._thread("plan", planning)
         self._worker = self._thread("work", self._stream)
-        self.signature = Signer(_alignment).sign
+        signer = Signer(_alignment)
+        self.signature, self.layout = signer.sign, signer.layout
+        self.choices: Choices = NoChoices()
         self._events: list[Any] = []
 
     def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
@@ -166,13 +171,20 @@ class CudaEngine:
 
     def _plain(self, options: Options, operands: Operands) -> Plan:
         """The product alone, into the accumulator's type, which COMPUTE_16F cannot write."""
+        options = options._replace(split=False)
         if options.compute_type.startswith("COMPUTE_16F"):
             options = options._replace(compute_type="COMPUTE_32F")
         plain = Operands(operands.a, operands.b, accumulator(cupy, operands.d))
         return self._choose(self.signature(plain, Epilog.NONE, options), plain)
 
     def _fused(self, signature: Signature, operands: Operands) -> Plan:
-        return FusedPlan(signature, operands, self._main, self._planning)
+        """By the algorithm that was measured in an earlier run, if there is one."""
+        key = signature.text
+        record = self.choices.get("algorithm", key)
+        plan = FusedPlan(signature, operands, self._main, self._planning, record)
+        if plan.refusal is not None:
+            self.choices.drop("algorithm", key, plan.refusal)
+        return plan
 
     async def run(self, plan: Plan, operands: Operands) -> None:
         plan.bind(operands)()
@@ -192,6 +204,36 @@ class CudaEngine:
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, function, *args)
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        ready = cupy.cuda.Event(disable_timing=True)
+        ready.record(self._stream)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._planner, self._aside, ready, function, *args)
+
+    def _aside(self, ready: Any, function: Callable[..., T], *args: Any) -> T:
+        stream = self._planning.stream
+        stream.wait_event(ready)
+        result = function(*args)
+        stream.synchronize()
+        return result
+
+    async def time(self, launches: Sequence[Launch]) -> float:
+        return await self.aside(self._time, launches)
+
+    def _time(self, launches: Sequence[Launch]) -> float:
+        """Flushing the caches takes long enough for the host to queue what is timed."""
+        stream = self._planning.stream
+        flushed = cupy.empty(FLUSH_BYTES, np.uint8)
+        began, ended = cupy.cuda.Event(), cupy.cuda.Event()
+        for value in range(FLUSHES):
+            flushed.data.memset_async(value, FLUSH_BYTES, stream)
+        began.record(stream)
+        for launch in launches:
+            launch()
+        ended.record(stream)
+        ended.synchronize()
+        return float(cupy.cuda.get_elapsed_time(began, ended)) / 1e3
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
@@ -295,7 +337,7 @@ def _unfusable(signature: Signature) -> bool:
     float64.
     """
     row, d = TABLE[signature.epilog], signature.d
-    if signature.epilog not in CUBLASLT:
+    if signature.epilog not in CUBLASLT or signature.options.split:
         return True
     if row.aux_in is not None and signature.a.shape[-1] == 1:
         return True

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from matmuld_client.errors import RequestError
 
+from ..store import Choices
+
 if TYPE_CHECKING:
     from .epilogs import AuxKind, Epilog
-    from .signature import Options, Signature
+    from .signature import Layout, Options, Signature
 
 Array = Any
 T = TypeVar("T")
@@ -40,6 +42,10 @@ class Operands:
     beta: float = 0.0
     vector: Array | None = None
     aux: Array | None = None
+
+
+class Disagreement(Exception):
+    """An algorithm gives another result than the one in use."""
 
 
 class Memory(NamedTuple):
@@ -75,6 +81,21 @@ class Plan(Protocol):
         `aside`: on the engine's planning stream, for trials.
         """
 
+    def variants(self, operands: Operands) -> list[Launch]:
+        """The product by every algorithm that may do it, on the planning stream; the one in use is
+        the first. None if there is no choice.
+        """
+
+    def take(self, index: int, operands: Operands) -> None:
+        """Use another of the variants from now on; for `Engine.aside`.
+
+        Raises:
+            Disagreement: it gives another result.
+        """
+
+    def record(self) -> tuple[str, dict[str, Any]] | None:
+        """What the plan can be made from another time: key and record of an algorithm."""
+
     def close(self) -> None:
         """Free what the plan holds."""
 
@@ -96,6 +117,9 @@ class Elementwise(Protocol):
 
 class Engine(Protocol):
     """A device that holds arrays and plans products. For the event loop's thread alone."""
+
+    choices: Choices
+    """Where the algorithms of earlier runs are found."""
 
     @property
     def name(self) -> str:
@@ -136,6 +160,9 @@ class Engine(Protocol):
         bounds.
         """
 
+    def layout(self, array: Array) -> Layout:
+        """How an array lies."""
+
     def signature(self, operands: Operands, epilog: Epilog, options: Options) -> Signature:
         """The key of the product's plan."""
 
@@ -159,6 +186,12 @@ class Engine(Protocol):
         """Run an elementwise step over `nbytes` bytes in the device's order, without blocking the
         event loop.
         """
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Call on the thread and in the order of planning."""
+
+    async def time(self, launches: Sequence[Launch]) -> float:
+        """Seconds that the device takes for these launches, aside, from cold caches."""
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         """A row-major copy of host memory in the device. Raises OutOfMemory."""

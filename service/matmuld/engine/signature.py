@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from matmuld_client.wire import DTYPE_NAMES
+from matmuld_client.wire import DTYPE_NAMES, DTYPES
 from pydantic import TypeAdapter
 
 from .epilogs import TABLE, Epilog
@@ -25,6 +25,10 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
     alignment: int
 
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
     def __str__(self) -> str:
         extents = ",".join(map(str, self.shape))
         strides = ",".join(map(str, self.strides))
@@ -32,13 +36,19 @@ class Layout(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The planner's options, by nvmath's names. A mask of None allows all."""
+    """The planner's options, by nvmath's names. A mask of None allows all.
+
+    `deterministic`: only what gives the same bits every time; `split`: an epilog is a pass of its
+    own, also where cuBLASLt has it.
+    """
 
     compute_type: str
     fast_accumulation: bool = False
     sm_count_target: int = 0
     reduction_scheme_mask: int | None = None
     numerical_impl_mask: int | None = None
+    deterministic: bool = False
+    split: bool = False
 
 
 class Signature(NamedTuple):
@@ -127,6 +137,10 @@ class Signer:
                 self._known.clear()
             signature = self._known[raw] = _canonical(*raw)
         return signature
+
+    def layout(self, array: Array) -> Layout:
+        """How one array lies."""
+        return _layout(self._look(array))
 
     def _look(self, array: Array) -> Look:
         return array.dtype, array.shape, array.strides, self._alignment(array)

@@ -35,16 +35,28 @@ class SplitPlan:
         if plain.path != "fused":
             self.path = f"split, {plain.path}"
 
-    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
+    def _product(self, operands: Operands) -> Operands:
         product = accumulator(self._xp, operands.d)
-        plain = Operands(operands.a, operands.b, product, alpha=operands.alpha)
-        multiply = self._plain.bind(plain, aside=aside)
+        return Operands(operands.a, operands.b, product, alpha=operands.alpha)
+
+    def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
+        plain = self._product(operands)
+        product, multiply = plain.d, self._plain.bind(plain, aside=aside)
 
         def launch() -> None:
             multiply()
             self._finish(self._epilog, product, operands)
 
         return launch
+
+    def variants(self, operands: Operands) -> list[Launch]:
+        return self._plain.variants(self._product(operands))
+
+    def take(self, index: int, operands: Operands) -> None:
+        self._plain.take(index, self._product(operands))
+
+    def record(self) -> tuple[str, dict[str, Any]] | None:
+        return self._plain.record()
 
     def close(self) -> None:
         self._plain.close()
@@ -73,6 +85,20 @@ class StagedPlan:
             multiply()
 
         return launch
+
+    def variants(self, operands: Operands) -> list[Launch]:
+        return self._inner.variants(self._dense(operands))
+
+    def take(self, index: int, operands: Operands) -> None:
+        self._inner.take(index, self._dense(operands))
+
+    def record(self) -> tuple[str, dict[str, Any]] | None:
+        return self._inner.record()
+
+    def _dense(self, operands: Operands) -> Operands:
+        dense = staging(self._xp, operands, self._names)
+        stage(dense, operands, self._names)
+        return dense
 
     def close(self) -> None:
         self._inner.close()

@@ -29,6 +29,9 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service()
+        runtime = service.runtime
+        runtime.active += 1
+        runtime.served += 1
         exchange = Exchange(scope, receive, send, service.settings.body_limit, TENANT)
         try:
             await self._answer(service, exchange)
@@ -36,6 +39,8 @@ class Endpoint:
             log.info("request %s: the client went away", exchange.request_id)
         except Exception as error:
             await _refuse(service, exchange, error)
+        finally:
+            runtime.active -= 1
 
 
 async def _refuse(service: Service, exchange: Exchange, error: Exception) -> None:

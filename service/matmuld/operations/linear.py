@@ -16,6 +16,7 @@ from ..engine.protocol import Array
 from ..engine.signature import Options
 from ..operands import Inputs, Operand
 from ..schemas import Into, LinearBackward, LinearForward, Placement
+from ..strategies import Forward, HiddenGradient, InputGradient, WeightGradient
 from .checks import (
     LinearShape,
     activation_of,
@@ -68,19 +69,19 @@ class _Forward:
             return await call.deliver(results)
 
     async def _product(self, call: Call, y: Array, aux: Array | None) -> None:
-        await strategies.forward(
-            call,
+        step = Forward(
             (await call.load(self.x)).reshape(self.shape.batch, self.shape.inputs),
             await call.load(self.weight),
             y,
             self.options,
-            bias=None if self.bias is None else await call.load(self.bias),
-            activation=self.activation,
-            aux=aux,
-            c=None if self.c is None else (await call.load(self.c)).reshape(y.shape),
-            alpha=self.alpha,
-            beta=self.beta,
+            None if self.bias is None else await call.load(self.bias),
+            self.activation,
+            aux,
+            None if self.c is None else (await call.load(self.c)).reshape(y.shape),
+            self.alpha,
+            self.beta,
         )
+        await call.choose(step)
 
 
 def forward(inputs: Inputs, header: LinearForward) -> Step:
@@ -90,7 +91,7 @@ def forward(inputs: Inputs, header: LinearForward) -> Step:
     c = None if header.c is None else inputs.take("c", header.c)
     beta = scaling(c, header.beta)
     activation = activation_of(header.activation)
-    options, dtype = planner_options(header.options, x.dtype)
+    options, dtype = planner_options(inputs, header.options, x.dtype)
     shape = linear_shape(x, weight, bias, dtype)
     y_shape = (*shape.lead, shape.outputs)
     if c is not None:
@@ -141,31 +142,67 @@ async def parameter_gradients(
     ``[batch, in]``.
     """
     results: Results = {}
-    batch, outputs = dz.shape
-    sums = None if dbias is None else await call.zeros((outputs,), dtype)
+    sums = None if dbias is None else await empty_sums(call, dz.shape, dtype)
     if dweight is not None:
         assert x is not None
-        alpha, beta = scale_of(dweight)
-        old = call.target(dweight).value if isinstance(dweight, Into) and beta else None
-        gradient = call.empty((outputs, x.shape[1]), dtype)
-        if batch:
-            await strategies.weight_gradient(
-                call, dz, x, gradient, options, dbias=sums, c=old, alpha=alpha, beta=beta
-            )
+        gradient, old, alpha, beta = _accumulator(call, dweight, (dz.shape[1], x.shape[1]), dtype)
+        if dz.shape[0]:
+            await call.choose(WeightGradient(dz, x, gradient, options, sums, old, alpha, beta))
         else:
             await call.compute(gradient.nbytes, gradient.fill, 0)
             if old is not None:
                 gradient = await strategies.accumulate(call, gradient, old, alpha, beta)
         results["dweight"] = Result(gradient, dweight)
-    elif sums is not None and batch:
+    elif sums is not None and dz.shape[0]:
         await strategies.bias_gradient(call, dz, sums)
     if dbias is not None:
-        alpha, beta = scale_of(dbias)
-        if isinstance(dbias, Into) and (alpha, beta) != (1.0, 0.0):
-            old = call.target(dbias).value
-            sums = await strategies.accumulate(call, sums, old, alpha, beta)
-        results["dbias"] = Result(sums, dbias)
+        results["dbias"] = await _summed(call, sums, dbias)
     return results
+
+
+async def hidden_gradients(
+    call: Call,
+    dz: Array,
+    weight: Array,
+    aux: Array,
+    kind: AuxKind,
+    x: Array,
+    options: Options,
+    *,
+    dweight: Placement,
+    dbias: Placement,
+) -> tuple[Array, Results]:
+    """dz of the layer below, and that layer's dweight and dbias, as one step."""
+    dx = call.empty((dz.shape[0], weight.shape[1]), dz.dtype)
+    sums = call.empty((dx.shape[1],), dz.dtype)
+    gradient, old, alpha, beta = _accumulator(call, dweight, (dx.shape[1], x.shape[1]), dz.dtype)
+    await call.choose(
+        HiddenGradient(dz, weight, dx, options, aux, kind, x, gradient, sums, old, alpha, beta)
+    )
+    return dx, {"dweight": Result(gradient, dweight), "dbias": await _summed(call, sums, dbias)}
+
+
+async def empty_sums(call: Call, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+    """Memory for the sums over the batch; they are zero for an empty one."""
+    batch, length = shape
+    return call.empty((length,), dtype) if batch else await call.zeros((length,), dtype)
+
+
+def _accumulator(
+    call: Call, place: Placement, shape: tuple[int, int], dtype: np.dtype[Any]
+) -> tuple[Array, Array | None, float, float]:
+    """Memory for a weight's gradient, and what is added to it: tensor, alpha and beta."""
+    alpha, beta = scale_of(place)
+    old = call.target(place).value if isinstance(place, Into) and beta else None
+    return call.empty(shape, dtype), old, alpha, beta
+
+
+async def _summed(call: Call, sums: Array, place: Placement) -> Result:
+    """A bias's gradient, added to what is in its place."""
+    alpha, beta = scale_of(place)
+    if isinstance(place, Into) and (alpha, beta) != (1.0, 0.0):
+        sums = await strategies.accumulate(call, sums, call.target(place).value, alpha, beta)
+    return Result(sums, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +248,12 @@ class _Backward:
         dx = call.empty((shape.batch, shape.inputs), self.dtype)
         sums = None
         if "input_dbias" in places:
-            sums = await call.zeros((shape.inputs,), self.dtype)
+            sums = await empty_sums(call, (shape.batch, shape.inputs), self.dtype)
         if shape.batch:
-            await strategies.input_gradient(
-                call,
-                dz,
-                await call.load(self.weight),
-                dx,
-                self.options,
-                aux=None if self.input_aux is None else await load_aux(call, self.input_aux[0]),
-                kind="relu_aux" if self.input_aux is None else self.input_aux[1],
-                dbias=sums,
-            )
+            aux = None if self.input_aux is None else await load_aux(call, self.input_aux[0])
+            kind = "relu_aux" if self.input_aux is None else self.input_aux[1]
+            weight = await call.load(self.weight)
+            await call.choose(InputGradient(dz, weight, dx, self.options, aux, kind, sums))
         results: Results = {"dx": Result(dx.reshape(*shape.lead, shape.inputs), places["dx"])}
         if sums is not None:
             results["input_dbias"] = Result(sums, places["input_dbias"])
@@ -237,7 +268,7 @@ def backward(inputs: Inputs, header: LinearBackward) -> Step:
     input_aux = None
     if header.input_aux is not None:
         input_aux = take_aux(inputs, "input_aux", header.input_aux)
-    options, dtype = planner_options(header.options, gradient.dtype)
+    options, dtype = planner_options(inputs, header.options, gradient.dtype)
     wants = _wants(header, weight, x)
     lead, outputs = gradient.shape[:-1], gradient.shape[-1] if gradient.shape else 0
     shape = LinearShape(lead, math.prod(lead), _inputs(gradient, weight, x), outputs)

@@ -12,10 +12,11 @@ from matmuld_client.errors import InvalidOperands, Malformed
 from ..calls import Call, Reply, Result, Results, Step
 from ..engine.elementwise import assign, aux_shape, swap
 from ..engine.epilogs import CUBLASLT, TABLE, AuxKind, Epilog, output_names
-from ..engine.protocol import Array, Operands
+from ..engine.protocol import Array
 from ..engine.signature import Options
 from ..operands import AUX_DTYPES, Inputs, Operand
 from ..schemas import Matmul, Placement
+from ..strategies import Product
 from .checks import aux_output, check_aux, load_aux, output, scaling
 from .options import planner_options
 
@@ -77,17 +78,19 @@ class _Product:
             vector = await _load_bias(call, self.bias, self.sizes)
         if self.aux is not None:
             out_aux = await _load_batch(call, self.aux, self.sizes)
-        operands = Operands(
+        step = Product(
             await _matrices(call, self.a),
             await _matrices(call, self.b),
             d,
+            self.options,
+            self.epilog,
             None if self.c is None else await _load_c(call, self.c, d, self.sizes),
             self.alpha,
             self.beta,
             vector,
             out_aux,
         )
-        await call.run(operands, self.epilog, self.options)
+        await call.choose(step)
 
 
 def matmul(inputs: Inputs, header: Matmul) -> Step:
@@ -96,7 +99,7 @@ def matmul(inputs: Inputs, header: Matmul) -> Step:
     a, b = inputs.take("a", header.a), inputs.take("b", header.b)
     c = None if header.c is None else inputs.take("c", header.c)
     sizes = _sizes(a, b)
-    options, dtype = planner_options(header.options, a.dtype)
+    options, dtype = planner_options(inputs, header.options, a.dtype)
     bias = _bias(inputs, header, epilog, sizes, dtype)
     aux = _aux(inputs, header, epilog, sizes, dtype)
     beta = scaling(c, header.beta)

@@ -15,8 +15,9 @@ from ..engine.protocol import Array
 from ..engine.signature import Options
 from ..operands import Inputs, Operand
 from ..schemas import Layer, MlpBackward, MlpForward, Placement
+from ..strategies import Forward, InputGradient
 from .checks import LinearShape, activation_of, empty_aux, linear_shape, output
-from .linear import parameter_gradients
+from .linear import hidden_gradients, parameter_gradients
 from .options import planner_options
 
 
@@ -101,7 +102,7 @@ def forward(inputs: Inputs, header: MlpForward) -> Step:
             f"got {header.options.result_type}",
             operand="options.result_type",
         )
-    options, dtype = planner_options(header.options, x.dtype)
+    options, dtype = planner_options(inputs, header.options, x.dtype)
     y_shape = (*x.shape[:-1], layers[-1].shape.outputs)
     place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
     return Step(inputs.finish(), _Forward(x, layers, header.save_tape, options, place).run)
@@ -138,16 +139,8 @@ async def _layer_forward(
     aux = None if kind is None else empty_aux(call, kind, shape.outputs, shape.batch, x.dtype)
     weight = await call.load(layer.weight)
     if shape.batch:
-        await strategies.forward(
-            call,
-            x,
-            weight,
-            y,
-            options,
-            bias=None if layer.bias is None else await call.load(layer.bias),
-            activation=layer.activation,
-            aux=aux,
-        )
+        bias = None if layer.bias is None else await call.load(layer.bias)
+        await call.choose(Forward(x, weight, y, options, bias, layer.activation, aux))
     return y, TapeLayer(weight, layer.bias is not None, layer.activation, x, aux)
 
 
@@ -171,14 +164,15 @@ class _Backward:
             placements.append(self.dx_place)
         async with call.writing(placements):
             dz = await self._last_gradient(call)
-            parts: list[Results] = []
-            for index in range(len(tape.layers) - 1, -1, -1):
-                parts.append(await self._layer_gradients(call, index, dz))
-                if index or self.dx_place is not None:
-                    dz = await self._below(call, index, dz)
+            last = len(tape.layers) - 1
+            parts = [await self._layer_gradients(call, last, dz)]
+            for index in range(last, 0, -1):
+                dz, part = await self._below(call, index, dz)
+                parts.append(part)
             results: Results = {}
             if self.dx_place is not None:
-                results["dx"] = Result(dz.reshape(*tape.lead, dz.shape[-1]), self.dx_place)
+                dx = await self._input_gradient(call, 0, dz)
+                results["dx"] = Result(dx.reshape(*tape.lead, dx.shape[-1]), self.dx_place)
             results["layers"] = parts[::-1]
             return await call.deliver(results)
 
@@ -203,7 +197,25 @@ class _Backward:
             dtype=self.gradient.dtype,
         )
 
-    async def _below(self, call: Call, index: int, dz: Array) -> Array:
+    async def _below(self, call: Call, index: int, dz: Array) -> tuple[Array, Results]:
+        """dz of the layer below, and that layer's gradients."""
+        below, place = self.tape.layers[index - 1], self.places[index - 1]
+        if below.aux is None or len(place) < 2 or not dz.shape[0]:
+            dz = await self._input_gradient(call, index, dz)
+            return dz, await self._layer_gradients(call, index - 1, dz)
+        return await hidden_gradients(
+            call,
+            dz,
+            self.tape.layers[index].weight,
+            below.aux,
+            AUX_OF[below.activation],
+            below.x,
+            self.tape.options,
+            dweight=place["dweight"],
+            dbias=place["dbias"],
+        )
+
+    async def _input_gradient(self, call: Call, index: int, dz: Array) -> Array:
         """The gradient by a layer's input; masked by the aux of the layer below, so that it is that
         layer's dz.
         """
@@ -213,9 +225,7 @@ class _Backward:
         if dz.shape[0]:
             aux = None if below is None else below.aux
             kind = "relu_aux" if below is None else AUX_OF.get(below.activation, "relu_aux")
-            await strategies.input_gradient(
-                call, dz, weight, dx, self.tape.options, aux=aux, kind=kind
-            )
+            await call.choose(InputGradient(dz, weight, dx, self.tape.options, aux, kind))
         return dx
 
 

@@ -10,6 +10,7 @@ from matmuld_client.wire import DTYPE_NAMES, DTYPES
 
 from .. import schemas
 from ..engine.signature import Options
+from ..operands import Inputs
 
 COMPUTE_TYPES: dict[str, tuple[str, ...]] = {
     "float64": ("COMPUTE_64F", "COMPUTE_64F_PEDANTIC"),
@@ -28,7 +29,9 @@ type tables).
 """
 
 
-def planner_options(given: schemas.Options, dtype: np.dtype[Any]) -> tuple[Options, np.dtype[Any]]:
+def planner_options(
+    inputs: Inputs, given: schemas.Options, dtype: np.dtype[Any]
+) -> tuple[Options, np.dtype[Any]]:
     """The planner's options and the result's dtype for operands of `dtype`.
 
     Raises:
@@ -57,5 +60,6 @@ def planner_options(given: schemas.Options, dtype: np.dtype[Any]) -> tuple[Optio
         given.sm_count_target,
         given.reduction_scheme_mask,
         given.numerical_impl_mask,
+        given.deterministic or inputs.deterministic,
     )
     return chosen, DTYPES[result]
