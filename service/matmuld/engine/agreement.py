@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from .elementwise import accumulator_dtype, tiles
+from .float8 import FLOAT8
 from .protocol import Array
 from .signature import Signature
 
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Four roundings of the 16-bit types; of the longer ones a sum in another order may lose more."""
 _ROUGH = 2e-2
-"""Where inputs are rounded, or sums are kept in 16 bits."""
+"""Where inputs are rounded, or sums are kept in 16 bits or, of 8-bit products, not much more."""
 _EIGHT_BITS = 0.25
 
 
@@ -22,7 +23,7 @@ def tolerance(signature: Signature) -> float:
     """How far two algorithms may be apart, as a part of the largest element."""
     own = _TOLERANCES.get(signature.d.dtype, _EIGHT_BITS)
     compute_type = signature.options.compute_type
-    rough = "FAST" in compute_type or "16F" in compute_type or signature.options.fast_accumulation
+    rough = "FAST" in compute_type or "16F" in compute_type or signature.a.dtype in FLOAT8
     return max(own, _ROUGH) if rough else own
 
 

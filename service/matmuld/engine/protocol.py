@@ -29,7 +29,9 @@ class Operands:
     dimension.
 
     c has the layout of d; without c, beta is 0. `vector` is the bias (read) or the bias gradient
-    (written), `aux` the auxiliary data (read or written): see `epilogs.TABLE`.
+    (written), `aux` the auxiliary data (read or written): see `epilogs.TABLE`. `scale_a` and
+    `scale_b`, one float32 each, multiply a and b if those are 8-bit floats; None is 1. Of such a
+    product M and K are multiples of 16, and so is N unless d is a column-major matrix.
     """
 
     a: Array
@@ -40,6 +42,18 @@ class Operands:
     beta: float = 0.0
     vector: Array | None = None
     aux: Array | None = None
+    scale_a: Array | None = None
+    scale_b: Array | None = None
+
+
+class Quantized(NamedTuple):
+    """8-bit values; the scale to multiply them by, and the largest magnitude that it was made from,
+    float32 of shape (1,).
+    """
+
+    values: Array
+    scale: Array
+    amax: Array
 
 
 class Memory(NamedTuple):
@@ -117,6 +131,10 @@ class Engine(Protocol):
     def brief_bytes(self) -> int:
         """Up to this size an elementwise step, once it has run, may be on the event loop."""
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it multiplies 8-bit floats."""
+
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""
 
@@ -158,6 +176,12 @@ class Engine(Protocol):
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
         """Run an elementwise step over `nbytes` bytes in the device's order, without blocking the
         event loop.
+        """
+
+    async def quantize(self, source: Array, dtype: np.dtype[Any]) -> Quantized:
+        """A row-major array as 8-bit floats: divided by amax / the dtype's largest number, or by 1
+        if all is 0, saturated and rounded to the nearest. amax is NaN or infinite if any element
+        is, and the values are then of no use. Raises OutOfMemory.
         """
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
