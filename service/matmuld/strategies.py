@@ -12,6 +12,7 @@ import numpy as np
 from .calls import Call
 from .engine import elementwise, epilogs
 from .engine.epilogs import Activation, AuxKind, Epilog
+from .engine.float8 import is_float8
 from .engine.protocol import Array, Operands
 from .engine.signature import Options
 
@@ -29,14 +30,18 @@ async def forward(
     c: Array | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
+    x_scale: Array | None = None,
+    weight_scale: Array | None = None,
 ) -> None:
     """y ``[batch, out]`` = activation(alpha · x·weightᵀ + beta · c + bias), and the aux if there is
-    an array for it.
+    an array for it. 8-bit floats always run transposed, where the batch may have any size.
     """
     epilog = epilogs.forward(activation, bias=bias is not None, aux=aux is not None)
-    if epilogs.TABLE[epilog].column_major:
+    if epilogs.TABLE[epilog].column_major or is_float8(x.dtype):
         c = None if c is None else c.T
-        operands = Operands(weight, x.T, y.T, c, alpha, beta, bias, aux)
+        operands = Operands(
+            weight, x.T, y.T, c, alpha, beta, bias, aux, scale_a=weight_scale, scale_b=x_scale
+        )
     else:
         operands = Operands(x, weight.T, y, c, alpha, beta)
     await call.run(operands, epilog, options)
