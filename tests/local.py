@@ -18,7 +18,7 @@ import uvicorn
 from matmuld.http.app import Application
 from matmuld.settings import Settings
 
-from .reference import DTYPES, Host
+from .reference import DTYPES, FLOAT8, Host
 
 MSGPACK = "application/msgpack"
 
@@ -93,7 +93,7 @@ class Answer:
 
 
 def decoded(tensor: dict[str, Any], payloads: list[bytes]) -> Host:
-    dtypes = {**DTYPES, "uint8": np.dtype(np.uint8), "bool": np.dtype(np.bool_)}
+    dtypes = {**DTYPES, **FLOAT8, "uint8": np.dtype(np.uint8), "bool": np.dtype(np.bool_)}
     dtype = dtypes[tensor["dtype"]]
     flat = np.frombuffer(payloads[tensor["payload"]], dtype)
     if "strides" not in tensor:

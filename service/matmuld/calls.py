@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from matmuld_client.wire import DTYPE_NAMES, Buffer, is_row_major
 
-from .engine.elementwise import assign, empty_like
+from .engine.elementwise import assign, copyable, empty_like
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Operands
 from .engine.signature import Options, Signature
@@ -247,7 +247,7 @@ class Call:
             else:
                 resident = self.store.get(self.tenant, operand.handle, operand.name)
                 self._residents.append(resident)
-                self._held.append(resident.value)
+                self._held.append(operand.held(resident))
 
     async def load(self, operand: Operand) -> Array:
         """A bound operand as an array on the device. Raises OutOfMemory."""
@@ -296,7 +296,7 @@ class Call:
 
     async def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         array = self.engine.empty(shape, dtype)
-        await self.compute(array.nbytes, array.fill, 0)
+        await self.compute(array.nbytes, copyable(array).fill, 0)
         return array
 
     async def compute(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:

@@ -22,11 +22,19 @@ from matmuld_client.wire import (
 
 from .engine.elementwise import swap
 from .engine.epilogs import AUX_KINDS
+from .engine.float8 import FLOAT8
 from .engine.protocol import Array, Engine
-from .memory.tensors import TensorStore
+from .memory.tensors import Resident, TensorStore
 from .schemas import Into, Tensor
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+FACTORS = (*FLOATS, *FLOAT8)
+"""What is multiplied."""
+BLACKWELL = (
+    *("float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "float4_e2m1fn_x2"),
+    *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
+)
+"""Types scaled by blocks, which only GPUs of compute capability 10 and more multiply."""
 SOURCES = ("payload", "data", "tensor")
 AUX_DTYPES = {kind: ("uint8",) if kind == "relu_aux" else FLOATS for kind in AUX_KINDS}
 BYTES_LIMIT = 1 << 48
@@ -48,6 +56,7 @@ class Operand:
         handle: source: what the service holds; without any source it is only described.
         offset: of a view of what is held, in elements; None: all of it.
         rows, weight: of aux data that is held, what its resident says.
+        is_scale: it is what the tensor of that handle was quantized with.
     """
 
     name: str
@@ -62,6 +71,7 @@ class Operand:
     offset: int | None = None
     rows: int | None = None
     weight: str | None = None
+    is_scale: bool = False
 
     @property
     def size(self) -> int:
@@ -71,6 +81,13 @@ class Operand:
     def extent(self) -> int:
         """Elements from the first to the last, both included."""
         return self.size if self.strides is None else _span(self.shape, self.strides)
+
+    def held(self, resident: Resident) -> Any:
+        """What `resident`, that of the handle, holds of it now."""
+        if not self.is_scale:
+            return resident.value
+        assert resident.quantization is not None
+        return resident.quantization.scale
 
     def arrange(self, engine: Engine, flat: Array) -> Array:
         """The operand in its elements, which lie in `flat` as they came."""
@@ -169,7 +186,7 @@ class Inputs:
         self.tenant = tenant
         self.payload_limit = payload_limit
         self.deterministic = deterministic
-        self._sourceless = sourceless
+        self.sourceless = sourceless
         self._operands: list[Operand] = []
         self._targets: set[str] = set()
 
@@ -183,15 +200,27 @@ class Inputs:
         """
         handle = tensor.tensor
         sources = (tensor.payload is not None) + (tensor.data is not None) + (handle is not None)
-        if sources != (0 if self._sourceless and handle is None else 1):
+        if sources != (0 if self.sourceless and handle is None else 1):
             raise self._wrong_sources(name, tensor)
         if handle is not None:
             operand = self._held(name, tensor, handle, dtypes)
         else:
             operand = self._sent(name, tensor, dtypes)
+        return self._add(operand)
+
+    def _add(self, operand: Operand) -> Operand:
         operand.index = len(self._operands)
         self._operands.append(operand)
         return operand
+
+    def take_own_scale(self, operand: Operand) -> Operand | None:
+        """What the tensor that `operand` names was quantized with, if it was."""
+        handle = operand.handle
+        if handle is None or self.store.get(self.tenant, handle, operand.name).quantization is None:
+            return None
+        return self._add(
+            Operand(operand.name, DTYPES["float32"], (1,), "tensor", handle=handle, is_scale=True)
+        )
 
     def target(self, path: str, into: Into, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         """Check that an output of `shape` and `dtype`, the header's `path`, can go into a tensor.
@@ -226,7 +255,7 @@ class Inputs:
         return Sources(tuple(self._operands), count)
 
     def _wrong_sources(self, name: str, tensor: Tensor) -> Malformed:
-        expected = "no payload or data" if self._sourceless else "exactly one source"
+        expected = "no payload or data" if self.sourceless else "exactly one source"
         given = [source for source in SOURCES if getattr(tensor, source) is not None]
         return Malformed(
             f"{name}: expected {expected}, got {' and '.join(given) or 'none'}", operand=name
@@ -276,9 +305,10 @@ def described(
         missing = "dtype" if dtype is None else "shape"
         raise Malformed(f"{name}: expected a {missing}, it is missing", operand=name)
     if dtype not in dtypes:
-        raise InvalidOperands(
-            f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype[:40]!r}", operand=name
-        )
+        expected = f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype[:40]!r}"
+        if dtype.lower() in BLACKWELL:
+            expected += ", which needs a GPU of compute capability 10 (Blackwell)"
+        raise InvalidOperands(expected, operand=name)
     if len(shape) > DIMENSIONS_LIMIT:
         raise Malformed(
             f"{name}: expected at most {DIMENSIONS_LIMIT} dimensions, got {len(shape)}",

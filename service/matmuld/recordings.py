@@ -31,6 +31,9 @@ from .schemas import Into, Placement
 JOIN_BYTES = 1 << 16
 """Replies up to this size go out in one piece, so that their memory is free again at once."""
 
+CAPTURED_AT = 4
+"""The repetition with which the launches of a recording become one."""
+
 
 class Recordings:
     """All recordings, at most `limit` bytes of them and half of that each; the least recently used
@@ -80,6 +83,7 @@ class Recording:
         self.closed = False
         self._engine = engine
         self._recordings = recordings
+        self._replays = 0
         self._generation = recordings.tuner.generation
         self._length = 0
         self._frames: list[tuple[int, int, bytes]] = []
@@ -160,6 +164,11 @@ class Recording:
                 return None
             return await call.deliver(fresh(call, self._results))
 
+    @property
+    def _is_capturable(self) -> bool:
+        fused = sum(plan is not None and plan.path == "fused" for _, plan in self._plans)
+        return 1 < len(self._launches) == fused
+
     def _start(self, payloads: Sequence[memoryview], timing: Timing) -> bool:
         """Start everything, unless a tensor has expired, a plan is in use or gone, or the payloads
         are not as they were.
@@ -183,6 +192,9 @@ class Recording:
         self._recordings.touch(self)
         for entry, _ in self._plans:
             self._recordings.pool.touch(entry)
+        self._replays += 1
+        if self._replays == CAPTURED_AT and self._is_capturable:
+            self._launches = [self._engine.capture(self._launches)]
         for index, take in self._fills:
             take(payloads[index])
         self._engine.start(self._launches)

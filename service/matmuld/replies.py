@@ -84,6 +84,9 @@ class Metadata(Reply):
     shape: Shape | None = None
     strides: Shape | None = None
     layers: int | None = None
+    scale: float | None = None
+    amax: float | None = None
+    quantized_from: str | None = None
     nbytes: int
     pinned: bool
     ttl_s: float

@@ -13,6 +13,7 @@ from matmuld_client.wire import DIMENSIONS_LIMIT
 from pydantic import BaseModel, ConfigDict, Field
 
 from .engine.epilogs import ACTIVATIONS, CUBLASLT, AuxKind
+from .engine.float8 import FLOAT8
 
 Shape = Annotated[list[int], Field(max_length=DIMENSIONS_LIMIT)]
 Want = Literal["dx", "dweight", "dbias"]
@@ -48,6 +49,10 @@ class Into(Header):
 
 
 Placement = Literal["payload", "tensor"] | Into
+Scale = Annotated[
+    float | Tensor,
+    Field(description="of an 8-bit operand: a number, or a float32 tensor of shape [] or [1]"),
+]
 
 
 class Options(Header):
@@ -69,6 +74,7 @@ class LinearForward(Header):
     weight: Tensor
     bias: Tensor | None = None
     c: Tensor | None = None
+    scales: dict[Literal["x", "weight"], Scale] = {}
     alpha: float = 1.0
     beta: float | None = None
     activation: str = Field(default="none", examples=list(ACTIVATIONS))
@@ -97,6 +103,7 @@ class Layer(Header):
 
     weight: Tensor
     bias: Tensor | None = None
+    scales: dict[Literal["weight"], Scale] = {}
     activation: str = Field(default="none", examples=list(ACTIVATIONS))
 
 
@@ -105,6 +112,7 @@ class MlpForward(Header):
 
     x: Tensor
     layers: Annotated[list[Layer], Field(min_length=1, max_length=64)]
+    scales: dict[Literal["x"], Scale] = {}
     save_tape: bool = False
     options: Options = Options()
     outputs: dict[Literal["y"], Placement] = {}
@@ -130,6 +138,7 @@ class Matmul(Header):
     a: Tensor
     b: Tensor
     c: Tensor | None = None
+    scales: dict[Literal["a", "b"], Scale] = {}
     alpha: float = 1.0
     beta: float | None = None
     epilog: str | None = Field(default=None, examples=[epilog.value for epilog in CUBLASLT])
@@ -141,9 +150,10 @@ class Matmul(Header):
 
 
 class CreateTensor(Header):
-    """A tensor to hold: `value`, or zeros of `dtype` and `shape`."""
+    """A tensor to hold: `value`, as it is or quantized, or zeros of `dtype` and `shape`."""
 
     value: Tensor | None = None
+    quantize: str | None = Field(default=None, examples=list(FLOAT8))
     dtype: str | None = None
     shape: Shape | None = None
     pinned: bool = False

@@ -21,7 +21,7 @@ from .engine import open_engine
 from .engine.protocol import Engine
 from .memory.handles import HandleMint
 from .memory.tensors import TensorStore
-from .operands import FLOATS, Inputs
+from .operands import FACTORS, FLOATS, Inputs
 from .operations.warm import rehearse
 from .pool import PlanPool
 from .recordings import Recorder, Recordings
@@ -141,7 +141,7 @@ class Service:
             "epoch": store.mint.epoch,
             "uptime_s": round(monotonic() - self._started, 3),
             "engine": engine.describe(),
-            "dtypes": list(FLOATS),
+            "dtypes": list(FACTORS if engine.has_float8 else FLOATS),
             "limits": {
                 "body_bytes": settings.body_limit,
                 "tenant_bytes": store.quota,

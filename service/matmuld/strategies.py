@@ -17,13 +17,14 @@ from .calls import Call, Way
 from .engine import epilogs
 from .engine.elementwise import accumulator_dtype, assign, swap
 from .engine.epilogs import CUBLASLT, TABLE, Activation, AuxKind, Epilog
+from .engine.float8 import is_float8
 from .engine.protocol import Array, Operands
 from .engine.signature import Options
 
 
 class Forward(NamedTuple):
     """y ``[batch, out]`` = activation(alpha · x·weightᵀ + beta · c + bias), and the aux if there is
-    an array for it.
+    an array for it. 8-bit floats always run transposed, where the batch may have any size.
     """
 
     x: Array
@@ -36,6 +37,8 @@ class Forward(NamedTuple):
     c: Array | None = None
     alpha: float = 1.0
     beta: float = 0.0
+    x_scale: Array | None = None
+    weight_scale: Array | None = None
 
     @property
     def epilog(self) -> Epilog:
@@ -49,13 +52,15 @@ class Forward(NamedTuple):
     @property
     def ways(self) -> dict[str, Way]:
         if self.epilog is Epilog.NONE:
+            if is_float8(self.x.dtype):
+                return {"transposed": _forward_transposed}
             return {"direct": _forward_direct, "transposed": _forward_transposed}
         return _fused_or_split(self.epilog, _forward, _forward_split)
 
 
 async def _forward(call: Call, step: Forward, *, split: bool = False) -> None:
     """Transposed if the epilog asks for it."""
-    if TABLE[step.epilog].column_major:
+    if TABLE[step.epilog].column_major or is_float8(step.x.dtype):
         await _forward_transposed(call, step, split=split)
     else:
         await _forward_direct(call, step, split=split)
@@ -80,6 +85,8 @@ async def _forward_transposed(call: Call, step: Forward, *, split: bool = False)
         step.beta,
         step.bias,
         step.aux,
+        step.weight_scale,
+        step.x_scale,
     )
     await call.run(operands, step.epilog, step.options._replace(split=split))
 
@@ -302,6 +309,8 @@ class Product(NamedTuple):
     beta: float = 0.0
     vector: Array | None = None
     aux: Array | None = None
+    a_scale: Array | None = None
+    b_scale: Array | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -316,7 +325,16 @@ class Product(NamedTuple):
 
 async def _product(call: Call, step: Product, *, split: bool = False) -> None:
     operands = Operands(
-        step.a, step.b, step.d, step.c, step.alpha, step.beta, step.vector, step.aux
+        step.a,
+        step.b,
+        step.d,
+        step.c,
+        step.alpha,
+        step.beta,
+        step.vector,
+        step.aux,
+        step.a_scale,
+        step.b_scale,
     )
     await call.run(operands, step.epilog, step.options._replace(split=split))
 

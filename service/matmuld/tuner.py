@@ -286,13 +286,15 @@ class Tuner:
         for name in sorted(times, key=times.__getitem__):
             if times[name] > (1 - LEAST_GAIN) * times[first]:
                 break
-            check = partial(self._disagreement, step, trials[first], trials[name])
+            check = partial(self._disagreement, choice, step, trials[first], trials[name])
             if (problem := await self._runtime.engine.aside(check)) is None:
                 return name
             log.warning("autotune: %s by %s: %s", choice.key, name, problem)
         return first
 
-    def _disagreement(self, step: Tunable, first: Trial, other: Trial) -> str | None:
+    def _disagreement(
+        self, choice: Choice, step: Tunable, first: Trial, other: Trial
+    ) -> str | None:
         """Why the other way's results cannot be taken for the first's."""
         xp = self._runtime.engine.xp
         outputs = {name: getattr(step, name) for name in step.outputs}
@@ -303,7 +305,8 @@ class Tuner:
                 launch()
             results.append({name: array.copy() for name, array in outputs.items()})
         for name, expected in results[0].items():
-            allowed = tolerance(np.dtype(expected.dtype).name, step.options)
+            operand, *_ = choice.layouts.values()
+            allowed = tolerance(operand.dtype, choice.layouts[name].dtype, step.options)
             apart = difference(xp, expected, results[1][name])
             if not apart <= allowed:
                 return f"its {name}: expected the same within {allowed:.0e}, got {apart:.1e}"

@@ -31,7 +31,7 @@ def auxes(wire: Wire) -> Iterator[dict[str, str]]:
 
 def test_a_mask_where_numbers_are_due(wire: Wire, auxes: dict[str, str]) -> None:
     header = {"x": {"tensor": auxes["relu_aux"]}, "weight": tensor(DY, 0)}
-    says = "x: expected dtype float64 or float32 or float16 or bfloat16, the tensor has uint8"
+    says = "x: expected dtype float64 or float32 or ... or float8_e5m2, the tensor has uint8"
     refused_header(wire, FORWARD, header, raw(DY), code="invalid_operands", operand="x", says=says)
 
 

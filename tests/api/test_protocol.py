@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ..local import MSGPACK, Answer, Wire, packed
-from ..reference import DTYPES
+from ..reference import DTYPES, FLOAT8
 from .refusals import FORWARD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -127,7 +127,8 @@ def check_shown(message: Message, body: bytes | None, names: Names) -> None:
     told, *elements = (json.loads(filled(shown, names)) for shown in message.shown)
     assert header == told
     dtypes = dict(payload_dtypes(header))
-    arrays = [np.array(part, DTYPES[dtypes[index]]) for index, part in enumerate(elements)]
+    known = DTYPES | FLOAT8
+    arrays = [np.array(part, known[dtypes[index]]) for index, part in enumerate(elements)]
     assert payloads == [array.tobytes() for array in arrays]
 
 

@@ -58,11 +58,11 @@ def test_another_order_of_summation_is_allowed_and_a_lost_term_is_not(dtype: str
         found: Host = a[:, k].astype(wide) @ b[k].astype(wide)
         return found.astype(DTYPES[dtype])
 
-    allowed = tolerance(dtype, Options("COMPUTE_32F"))
+    allowed = tolerance(dtype, dtype, Options("COMPUTE_32F"))
     assert difference(np, product(slice(None)), product(slice(None, None, -1))) <= allowed
     assert difference(np, product(slice(None)), product(slice(0, 480))) > allowed
 
 
 def test_rounded_inputs_are_allowed_more() -> None:
-    fast = tolerance("float32", Options("COMPUTE_32F_FAST_TF32"))
-    assert fast > tolerance("float32", Options("COMPUTE_32F"))
+    fast = tolerance("float32", "float32", Options("COMPUTE_32F_FAST_TF32"))
+    assert fast > tolerance("float32", "float32", Options("COMPUTE_32F"))

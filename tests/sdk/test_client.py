@@ -22,6 +22,7 @@ from matmuld_client.operations import Activation
 from ..reference import (
     ACTIVATIONS,
     DTYPES,
+    FLOAT8,
     TOLERANCE,
     Host,
     activate,
@@ -346,7 +347,7 @@ def test_plans_are_listed_and_evicted(client: Client) -> None:
 def test_the_service_tells_about_itself(client: Client) -> None:
     assert client.live()
     assert client.ready()
-    assert client.info()["dtypes"] == list(DTYPES)
+    assert client.info()["dtypes"] == [*DTYPES, *FLOAT8]
 
 
 def test_threads_share_a_client(client: Client, rng: np.random.Generator) -> None:

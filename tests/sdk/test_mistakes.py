@@ -53,7 +53,7 @@ def test_a_mistake_is_a_type_error_and_not_sent(mistake: Callable[[], object], s
 @pytest.mark.parametrize("count", [1, 1 << 20])
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
 def test_a_dtype_that_is_not_held_is_told_those_that_are(dtype: str, count: int) -> None:
-    says = f"float64, float32, float16, bfloat16, got {dtype}"
+    says = f"float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, got {dtype}"
     with pytest.raises(InvalidOperands, match=says):
         CLIENT.put(np.zeros(count, dtype))
     with pytest.raises(InvalidOperands, match=says):

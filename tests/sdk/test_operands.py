@@ -66,7 +66,7 @@ def test_what_is_not_dense_or_little_endian_is_sent_as_a_copy(array: Array) -> N
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64", "<U3", "object"])
 def test_a_dtype_that_cannot_travel_is_refused_by_name(dtype: str) -> None:
-    says = f"weight: expected one of float64, float32, float16, bfloat16, got {dtype}$"
+    says = f"weight: expected one of float64, float32, .*, float8_e5m2, got {dtype}$"
     with pytest.raises(InvalidOperands, match=says) as caught:
         describe(np.zeros(3, dtype), "weight")
     assert caught.value.operand == "weight"

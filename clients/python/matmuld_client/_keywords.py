@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from .operations import Activation, AuxEpilog, Operand, Options, PlainEpilog
+from .operations import (
+    Activation,
+    AuxEpilog,
+    InputScales,
+    LinearScales,
+    MatmulScales,
+    Operand,
+    Options,
+    PlainEpilog,
+)
 from .tensors import RemoteTensor
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ class _Call(TypedDict, total=False):
 
 class _Linear(_Call, total=False):
     c: Operand | None
+    scales: LinearScales | None
     alpha: float
     beta: float | None
     activation: Activation
@@ -51,23 +61,28 @@ class LinearToTensorAndAux(_Linear, _ToTensor, total=False):
     save_aux: Required[Literal[True]]
 
 
-class MLPToArray(_Call, _ToArray, total=False):
+class _MLP(_Call, total=False):
+    scales: InputScales | None
+
+
+class MLPToArray(_MLP, _ToArray, total=False):
     save_tape: Literal[False]
 
 
-class MLPToTensor(_Call, _ToTensor, total=False):
+class MLPToTensor(_MLP, _ToTensor, total=False):
     save_tape: Literal[False]
 
 
-class MLPToArrayAndTape(_Call, _ToArray, total=False):
+class MLPToArrayAndTape(_MLP, _ToArray, total=False):
     save_tape: Required[Literal[True]]
 
 
-class MLPToTensorAndTape(_Call, _ToTensor, total=False):
+class MLPToTensorAndTape(_MLP, _ToTensor, total=False):
     save_tape: Required[Literal[True]]
 
 
 class _Matmul(_Call, total=False):
+    scales: MatmulScales | None
     alpha: float
     beta: float | None
     bias: Operand | None

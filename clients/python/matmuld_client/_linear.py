@@ -12,6 +12,7 @@ from .operations import (
     Activation,
     Gradient,
     LinearGradients,
+    LinearScales,
     Operand,
     Options,
     Place,
@@ -67,6 +68,7 @@ class LinearOperations:
         bias: Operand | None = None,
         *,
         c: Operand | None = None,
+        scales: LinearScales | None = None,
         alpha: float = 1.0,
         beta: float | None = None,
         activation: Activation = "none",
@@ -82,6 +84,8 @@ class LinearOperations:
             weight: (out, in).
             bias: (out,); not scaled.
             c: the shape of the result; needs `beta`.
+            scales: of 8-bit `x` and `weight`, by name: the numbers that they stand for are these
+                times what they hold. What `put` has quantized brings its own.
             alpha: factor of the product.
             beta: factor of `c`.
             activation: "none", "relu", "gelu" (its tanh form), "gelu_erf" (the exact one), "silu"
@@ -92,7 +96,8 @@ class LinearOperations:
             timeout: seconds; default: the client's.
 
         Returns:
-            (..., batch, out), the dtype of `x`; with `save_aux` a pair of that and the aux.
+            (..., batch, out), the dtype of `x`, or bfloat16 if that is an 8-bit one; with
+            `save_aux` a pair of that and the aux.
 
         Raises:
             InvalidOperands: the operands do not fit each other; names the one at fault.
@@ -102,6 +107,7 @@ class LinearOperations:
             alpha=alpha, beta=beta, activation=activation, save_aux=save_aux, options=options
         )
         request.operands(x=x, weight=weight, bias=bias, c=c)
+        request.scales(scales)
         request.outputs(y=out)
         results = request.send(self._channel, "linear/forward", timeout)
         y = results.tensor("y", out)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, overload
 from ._channel import Channel
 from ._payloads import Array
 from ._requests import Request
-from .operations import AuxEpilog, Operand, Options, Place, PlainEpilog
+from .operations import AuxEpilog, MatmulScales, Operand, Options, Place, PlainEpilog
 from .tensors import RemoteTensor
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class MatmulOperations:
         b: Operand,
         c: Operand | None = None,
         *,
+        scales: MatmulScales | None = None,
         alpha: float = 1.0,
         beta: float | None = None,
         epilog: PlainEpilog | AuxEpilog | None = None,
@@ -66,6 +67,7 @@ class MatmulOperations:
             a: (..., M, K); may be transposed or a slice, as may `b`.
             b: (..., K, N); leading dimensions are batches, equal or absent on one side.
             c: broadcastable to (..., M, N); needs `beta`.
+            scales: of 8-bit `a` and `b`, by name; what `put` has quantized brings its own.
             alpha: factor of the product.
             beta: factor of `c`.
             epilog: a name of ``nvmath.linalg.advanced.MatmulEpilog``; None: the plain product.
@@ -87,6 +89,7 @@ class MatmulOperations:
             Gone, UnknownHandle: an operand is no longer there.
         """
         request = Request(alpha=alpha, beta=beta, epilog=epilog, options=options)
+        request.scales(scales)
         request.operands(a=a, b=b, c=c, bias=bias, relu_aux=relu_aux, gelu_aux=gelu_aux)
         request.outputs(d=out)
         results = request.send(self._channel, "matmul", timeout)

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, overload
 from ._channel import Channel
 from ._payloads import Array
 from ._requests import Request, placed
-from .operations import Gradient, Layer, MLPGradients, Operand, Options, Place, Placement
+from .operations import (
+    Gradient,
+    InputScales,
+    Layer,
+    MLPGradients,
+    Operand,
+    Options,
+    Place,
+    Placement,
+)
 from .tensors import RemoteTensor, Tape
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ class MLPOperations:
         x: Operand,
         layers: Sequence[Layer],
         *,
+        scales: InputScales | None = None,
         save_tape: bool = False,
         options: Options | None = None,
         out: Place | RemoteTensor | None = None,
@@ -50,7 +60,9 @@ class MLPOperations:
 
         Args:
             x: (..., batch, in).
-            layers: 1 to 64; the `in` of each is the `out` of the one before.
+            layers: 1 to 64; the `in` of each is the `out` of the one before. Only the first weight
+                can be 8-bit, with an 8-bit `x`; the others have the result's dtype.
+            scales: of an 8-bit `x`, by name.
             save_tape: also return what `mlp_backward` needs.
             options: how it is computed.
             out: "tensor" leaves the result in the service; a RemoteTensor takes it as contents.
@@ -65,6 +77,7 @@ class MLPOperations:
         """
         request = Request(save_tape=save_tape, options=options)
         request.operands(x=x)
+        request.scales(scales)
         request.layers(layers)
         request.outputs(y=out)
         results = request.send(self._channel, "mlp/forward", timeout)

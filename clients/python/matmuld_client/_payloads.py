@@ -13,9 +13,10 @@ from .wire import DTYPES, row_major
 
 Array: TypeAlias = NDArray[Any]
 
-FLOATS = {DTYPES[name]: name for name in ("float64", "float32", "float16", "bfloat16")}
+_WIDE = ("float64", "float32", "float16", "bfloat16")
+FLOATS = {DTYPES[name]: name for name in (*_WIDE, "float8_e4m3fn", "float8_e5m2")}
 """What operands are made of, by dtype."""
-AUX_DTYPES = {**FLOATS, DTYPES["uint8"]: "uint8"}
+AUX_DTYPES = {DTYPES[name]: name for name in (*_WIDE, "uint8")}
 """What a backward pass needs may be bits, too."""
 
 

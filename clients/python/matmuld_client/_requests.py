@@ -9,7 +9,7 @@ import numpy as np
 
 from ._channel import Answer, Channel
 from ._payloads import AUX_DTYPES, Array, byte_view, describe, to_array
-from .operations import Accumulate, Layer, LinearGradients, Operand, Placement
+from .operations import Accumulate, Layer, LinearGradients, Operand, Placement, Scale
 from .tensors import RemoteTensor, Tape
 from .views import TensorView
 
@@ -27,6 +27,10 @@ class Request:
         for name, operand in operands.items():
             if operand is not None:
                 self.header[name] = self._tensor(name, operand)
+
+    def scales(self, scales: Mapping[Any, Scale] | None) -> None:
+        if scales:
+            self.header["scales"] = self._scales("scales", scales)
 
     def layers(self, layers: Iterable[Layer]) -> None:
         self.header["layers"] = [self._layer(i, layer) for i, layer in enumerate(layers)]
@@ -46,7 +50,17 @@ class Request:
         described["weight"] = self._tensor(f"layers[{index}].weight", layer.weight)
         if layer.bias is not None:
             described["bias"] = self._tensor(f"layers[{index}].bias", layer.bias)
+        if layer.scales:
+            described["scales"] = self._scales(f"layers[{index}].scales", layer.scales)
         return described
+
+    def _scales(self, path: str, scales: Mapping[Any, Scale]) -> dict[str, object]:
+        return {
+            name: self._tensor(f"{path}.{name}", scale)
+            if isinstance(scale, RemoteTensor | TensorView | np.ndarray)
+            else float(scale)
+            for name, scale in scales.items()
+        }
 
     def _tensor(self, name: str, operand: Operand) -> dict[str, Any]:
         if isinstance(operand, RemoteTensor):

@@ -17,7 +17,7 @@ from ._mlp import MLPOperations
 from ._payloads import Array, dtype_name, dtype_of
 from ._requests import Request, template
 from .errors import DeviceLost, Draining, Starting, TransportError
-from .operations import AuxKind
+from .operations import AuxKind, Float8
 from .tensors import RemoteTensor, Tape, upload
 
 if TYPE_CHECKING:
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 class Client(LinearOperations, MLPOperations, MatmulOperations):
     """A matmuld service. Threads may share a client; a forked child may go on using it.
 
-    All operands of one operation have one dtype: float64, float32, float16 or bfloat16 (that of
-    ml_dtypes). An operand is a NumPy array or a `RemoteTensor`; results are NumPy arrays unless
-    `out` says otherwise. Every method raises a `RequestError` if the service refuses, by which
-    nothing is changed, and a `TransportError` if no answer comes, a `Timeout` if none in time.
+    All operands of one operation have one dtype: float64, float32, float16, bfloat16 (that of
+    ml_dtypes), or, in forward passes, 8-bit ones with scales (float8_e4m3fn and float8_e5m2 of
+    ml_dtypes; products of both, but not of two e5m2). An operand is a NumPy array or a
+    `RemoteTensor`; results are NumPy arrays unless `out` says otherwise. Every method raises a
+    `RequestError` if the service refuses, by which nothing is changed, and a `TransportError` if no
+    answer comes, a `Timeout` if none in time.
 
     Without an answer it is unknown whether the request was carried out. What only computes, or
     replaces contents, may be sent again; do not blindly repeat an `Accumulate`, which may be added
@@ -72,6 +74,7 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
         array: Array,
         *,
         kind: AuxKind | None = None,
+        quantize: Float8 | None = None,
         pinned: bool = False,
         ttl: float | None = None,
         timeout: float | None = None,
@@ -81,6 +84,9 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
         Args:
             array: of a floating-point dtype and up to 8 dimensions.
             kind: of auxiliary data, such as "gelu_aux": a layer's aux that was fetched before.
+            quantize: make it 8-bit: the service divides by the largest magnitude over the dtype's
+                largest number, which is the tensor's `scale`, and rounds. NaN and infinity are
+                refused.
             pinned: whether it never expires.
             ttl: seconds after its last use until it expires; default: the service's.
             timeout: seconds; default: the client's.
@@ -91,6 +97,8 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
         keep: dict[str, object] = {"pinned": pinned} if pinned else {}
         if ttl is not None:
             keep["ttl_s"] = ttl
+        if quantize is not None:
+            keep["quantize"] = quantize
         array = np.asarray(array)
         target, said = "/v1/tensors", kind or "tensor"
         tensor = upload(self._channel, "POST", target, array, keep, timeout, said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
@@ -12,6 +12,14 @@ from .views import TensorView
 
 Operand: TypeAlias = Array | RemoteTensor | TensorView
 """A NumPy array, which is sent, or what the service holds already."""
+
+Float8: TypeAlias = Literal["float8_e4m3fn", "float8_e5m2"]
+Scale: TypeAlias = float | Operand
+"""Of an 8-bit operand: a number, or a float32 tensor of shape () or (1,)."""
+LinearScales: TypeAlias = Mapping[Literal["x", "weight"], Scale]
+InputScales: TypeAlias = Mapping[Literal["x"], Scale]
+WeightScales: TypeAlias = Mapping[Literal["weight"], Scale]
+MatmulScales: TypeAlias = Mapping[Literal["a", "b"], Scale]
 
 Activation: TypeAlias = Literal["none", "relu", "gelu", "gelu_erf", "silu", "leaky_relu"]
 """`gelu` is the tanh form, `gelu_erf` the exact one; the slope of `leaky_relu` below 0 is 0.01."""
@@ -54,7 +62,9 @@ class Options(TypedDict, total=False):
     Keys:
         compute_type: of cuBLASLt; "COMPUTE_32F_FAST_TF32" uses TF32 for float32 operands.
         result_type: "float32" for float16 and bfloat16 operands: the dtype of result and bias.
-        fast_accumulation: trade accuracy for speed where the device can.
+            "bfloat16" (default), "float16" or "float32" for 8-bit ones, whose bias is float16 with
+            a float16 result, else bfloat16.
+        fast_accumulation: trade accuracy for speed with 8-bit operands, where the device can.
         sm_count_target: multiprocessors to plan for.
         reduction_scheme_mask: of cuBLASLt; 0 gives reproducible sums.
         numerical_impl_mask: of cuBLASLt.
@@ -99,11 +109,13 @@ class Layer:
         weight: (out, in).
         bias: (out,).
         activation: "none", "relu", "gelu" (its tanh form), "gelu_erf", "silu" or "leaky_relu".
+        scales: of an 8-bit weight that was not quantized by the service.
     """
 
     weight: Operand
     bias: Operand | None = None
     activation: Activation = "none"
+    scales: WeightScales | None = None
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,10 @@ class RemoteTensor(_Held):
     Attributes:
         shape: its dimensions.
         strides: in elements, as the service holds it.
-        dtype: NumPy's dtype; bfloat16 is that of ml_dtypes.
+        dtype: NumPy's dtype; bfloat16 and the 8-bit ones are those of ml_dtypes.
         kind: "tensor", or of what a backward pass needs the activation and "_aux".
+        scale: of a tensor that the service quantized: the numbers are this times its elements.
+        amax: the largest magnitude that it was made from.
     """
 
     def __init__(self, channel: Channel, tensor: Mapping[str, Any], *, owned: bool = True) -> None:
@@ -107,6 +109,12 @@ class RemoteTensor(_Held):
         self.shape: tuple[int, ...] = tuple(tensor["shape"])
         self.strides: tuple[int, ...] = tuple(tensor.get("strides") or wire.row_major(self.shape))
         self.kind: str = tensor.get("kind", "tensor")
+        self._source = wire.DTYPES[tensor.get("quantized_from") or tensor["dtype"]]
+        self._read_scale(tensor)
+
+    def _read_scale(self, metadata: Mapping[str, Any]) -> None:
+        self.scale: float | None = metadata.get("scale")
+        self.amax: float | None = metadata.get("amax")
 
     @property
     def nbytes(self) -> int:
@@ -138,19 +146,21 @@ class RemoteTensor(_Held):
         """Replace the contents, at once for whoever reads them.
 
         Args:
-            array: of this shape and dtype.
+            array: of this shape and dtype; of a quantized tensor, of the dtype that it was made
+                from, and it is quantized anew.
             timeout: seconds; default: the client's.
 
         Raises:
             InvalidOperands: shape or dtype differ.
         """
         array = np.asarray(array)
-        if array.shape != self.shape or array.dtype != self.dtype:
+        if array.shape != self.shape or array.dtype != self._source:
             raise InvalidOperands(
-                f"value: expected {self.dtype}{self.shape}, got {array.dtype}{array.shape}",
+                f"value: expected {self._source}{self.shape}, got {array.dtype}{array.shape}",
                 operand="value",
             )
-        upload(self._channel, "PUT", self._target, array, {}, timeout, self.kind)
+        answer = upload(self._channel, "PUT", self._target, array, {}, timeout, self.kind)
+        self._read_scale(answer)
 
     def keep(self, *, pinned: bool | None = None, ttl: float | None = None) -> None:
         """Change how long the service keeps it unused.
@@ -200,7 +210,7 @@ def upload(
     timeout: float | None,
     kind: str = "tensor",
 ) -> dict[str, Any]:
-    """Send `array` as the contents of a tensor; the answer. `keep` are pinned and ttl_s."""
+    """Send `array` as the contents of a tensor; the answer. `keep`: pinned, ttl_s, quantize."""
     if kind != "tensor":
         tensor, block = describe(array, "value", AUX_DTYPES)
         header = {"value": {**tensor, "kind": kind, "payload": 0}, **keep}

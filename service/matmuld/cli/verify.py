@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import chain, product
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 from matmuld_client import Client, MatmuldError, TransportError
+from matmuld_client.operations import Float8
 from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..settings import Address, Device
 from .cases import EPILOGS, VARIANTS, Problem
 from .failure import Failure
+from .float8 import FORWARD, PAIRS, RESULTS, Float8Problem
 from .layers import ACTIVATIONS, LayerProblem
 from .oracle import PRECISIONS, Array, Expected, Outcomes, compare
 from .report import Case, Paths, Report, Verdict
@@ -34,6 +37,14 @@ BATCHES = (None, 2)
 POOL = 8
 """Plans that the service may hold: those of one case, and so few that its pool is soon listed."""
 REQUEST_SECONDS = 120.0
+
+
+class Group(NamedTuple):
+    """Cases that share their operands."""
+
+    name: str
+    cases: int
+    verdicts: Iterator[Verdict]
 
 
 class Verify(BaseModel):
@@ -66,18 +77,26 @@ def verified(client: Client, sizes: Sequence[Size], console: Console) -> Report:
     paths, verdicts = Paths(client), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        groups = list(product(PRECISIONS, sizes, BATCHES))
-        each = len(VARIANTS) * len(EPILOGS) + len(ACTIVATIONS)
-        task = progress.add_task("", total=len(groups) * each)
-        for dtype, size, batch in groups:
-            progress.update(task, description=f"{dtype} {size}")
-            for verdict in chain(
-                _products(client, dtype, size, batch), _layers(client, dtype, size, batch)
-            ):
+        groups = list(_groups(client, sizes))
+        task = progress.add_task("", total=sum(group.cases for group in groups))
+        for group in groups:
+            progress.update(task, description=group.name)
+            for verdict in group.verdicts:
                 verdicts.append(verdict)
                 paths.look()
                 progress.advance(task)
     return Report(verdicts, paths.counts, monotonic() - began)
+
+
+def _groups(client: Client, sizes: Sequence[Size]) -> Iterator[Group]:
+    each = len(VARIANTS) * len(EPILOGS) + len(ACTIVATIONS)
+    for dtype, size, batch in product(PRECISIONS, sizes, BATCHES):
+        cases = chain(_products(client, dtype, size, batch), _layers(client, dtype, size, batch))
+        yield Group(f"{dtype} {size}", each, cases)
+    if set(chain(*PAIRS)) <= set(client.info()["dtypes"]):
+        each = 1 + len(FORWARD) + len(ACTIVATIONS)
+        for pair, result, size in product(PAIRS, RESULTS, sizes):
+            yield Group(f"float8 {size}", each, _float8(client, pair, result, size))
 
 
 def _products(client: Client, dtype: str, size: Size, batch: int | None) -> Iterator[Verdict]:
@@ -102,6 +121,22 @@ def _layers(client: Client, dtype: str, size: Size, batch: int | None) -> Iterat
     for activation in ACTIVATIONS:
         case = Case(dtype, f"linear, {activation}", size, batch, "forward and backward")
         yield judged(client, case, partial(problem.run, client, activation))
+
+
+def _float8(
+    client: Client, pair: tuple[Float8, Float8], result: str, size: Size
+) -> Iterator[Verdict]:
+    """Of 8-bit operands, under the dtype of their results."""
+    problem, variant = Float8Problem(pair, result, size), " by ".join(pair)
+    with problem.resident(client) as held:
+        case = Case("float32", "float8, quantize", size, None, variant)
+        yield judged(client, case, partial(problem.quantized, held))
+        for epilog in FORWARD:
+            case = Case(result, f"float8 {epilog}", size, None, variant)
+            yield judged(client, case, partial(problem.product, client, held, epilog))
+        for activation in ACTIVATIONS:
+            case = Case(result, f"float8 linear, {activation}", size, None, variant)
+            yield judged(client, case, partial(problem.layer, client, held, activation))
 
 
 def judged(client: Client, case: Case, outcomes: Callable[[], Outcomes]) -> Verdict:

@@ -8,21 +8,24 @@ from typing import Any
 import numpy as np
 
 from .elementwise import accumulator_dtype, tiles
+from .float8 import FLOAT8
 from .protocol import Array
 from .signature import Options
 
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Four roundings of the 16-bit types; of the longer ones a sum in another order may lose more."""
 _ROUGH = 2e-2
-"""Where inputs are rounded, or sums are kept in 16 bits."""
+"""Where inputs are rounded, or sums are kept in 16 bits or, of 8-bit products, not much more."""
 _EIGHT_BITS = 0.25
 
 
-def tolerance(dtype: str, options: Options) -> float:
-    """How far two results of that dtype may be apart, as a part of the largest element."""
+def tolerance(operand: str, dtype: str, options: Options) -> float:
+    """How far two results of `dtype`, of operands of another, may be apart, as a part of the
+    largest element.
+    """
     own = _TOLERANCES.get(dtype, _EIGHT_BITS)
     compute_type = options.compute_type
-    rough = "FAST" in compute_type or "16F" in compute_type or options.fast_accumulation
+    rough = "FAST" in compute_type or "16F" in compute_type or operand in FLOAT8
     return max(own, _ROUGH) if rough else own
 
 

@@ -1,6 +1,6 @@
 """The NumPy engine: the embedded default, and what CI tests.
 
-16-bit types are computed in float32 and rounded once, in buffers that the plan keeps.
+16- and 8-bit types are computed in float32 and rounded once, in buffers that the plan keeps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from matmuld_client.errors import OutOfMemory, RequestError
 from threadpoolctl import ThreadpoolController
 
 from ..store import Choices, NoChoices
-from . import elementwise
+from . import elementwise, float8
 from .elementwise import swap
-from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan
+from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan, Quantized
 from .signature import Signature, Signer
 
 T = TypeVar("T")
@@ -77,9 +77,8 @@ class CpuPlan:
             launches.append(partial(np.matmul, swap(b), swap(a), out=swap(product)))
         else:
             launches.append(partial(np.matmul, a, b, out=product))
-        if o.alpha != 1.0:
-            alpha = product.dtype.type(o.alpha)
-            launches.append(partial(np.multiply, product, alpha, out=product))
+        if o.alpha != 1.0 or o.scale_a is not None or o.scale_b is not None:
+            launches.append(partial(_scale, product, o))
         launches += elementwise.finishing(self._epilog, product, o)
         return launches[0] if len(launches) == 1 else partial(_in_turn, launches)
 
@@ -147,6 +146,7 @@ class CpuEngine:
     elementwise: Elementwise = elementwise
     alignment = ALIGNMENT
     brief_bytes = 1 << 18
+    has_float8 = True
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit or int(physical_memory() * 0.8)
@@ -216,6 +216,9 @@ class CpuEngine:
     def start(self, launches: Sequence[Launch]) -> None:
         self._quiet.run(_in_turn, launches)
 
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        return partial(_in_turn, launches)
+
     def intake(self, target: Array) -> Callable[[memoryview], None]:
         return partial(target.reshape(-1).view(np.uint8).data.__setitem__, slice(None))
 
@@ -241,6 +244,12 @@ class CpuEngine:
         except asyncio.CancelledError:
             await asyncio.wait([future])
             raise
+
+    async def quantize(self, source: Array, dtype: np.dtype[Any]) -> Quantized:
+        values = self.empty(source.shape, dtype)
+        scale, amax = np.ones(1, np.float32), np.zeros(1, np.float32)
+        await self.call(source.nbytes, float8.quantize, source, values, scale, amax)
+        return Quantized(values, scale, amax)
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
@@ -280,6 +289,16 @@ class CpuEngine:
     def close(self) -> None:
         self._threads.shutdown()
         self._blas.close()
+
+
+def _scale(product: Array, o: Operands) -> None:
+    """Multiply by alpha and the scales, as they are now."""
+    factor = o.alpha
+    if o.scale_a is not None:
+        factor *= o.scale_a.item()
+    if o.scale_b is not None:
+        factor *= o.scale_b.item()
+    np.multiply(product, product.dtype.type(factor), out=product)
 
 
 def _alignment(array: Array) -> int:

@@ -20,6 +20,7 @@ import nvmath
 from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
 from nvmath.bindings import cublasLt as cublaslt
+from nvmath.linalg._internal.matrix_layout_ifc import MatrixLayoutInterface
 from nvmath.linalg.advanced import (
     Matmul,
     MatmulEpilog,
@@ -31,6 +32,7 @@ from nvmath.linalg.advanced import MatmulReductionScheme as ReductionScheme
 
 from .agreement import difference, tolerance
 from .epilogs import TABLE, Epilog
+from .float8 import MULTIPLE, is_float8
 from .protocol import Array, Disagreement, Launch, Operands
 from .signature import Signature
 
@@ -67,6 +69,7 @@ class Launcher:
         self.handle = handle
         self.stream = stream
         self.workspace_bytes = workspace_bytes
+        self.one = cupy.asarray(np.ones(1, np.float32))
         self._workspace = cupy.cuda.Memory(workspace_bytes)
         self.workspace = self._workspace.ptr
 
@@ -104,14 +107,18 @@ class FusedPlan:
         self._restored = False
         self._signature = signature
         self._row = TABLE[signature.epilog]
+        self._is_scaled = is_float8(operands.a.dtype)
+        ragged = self._is_scaled and signature.d.shape[-1] % MULTIPLE
+        b, d = operands.b, operands.d
         try:
             self._matmul = matmul = Matmul(
                 operands.a,
-                operands.b,
-                operands.d,
+                _rounded_up(b) if ragged else b,
+                _rounded_up(d) if ragged else d,
                 beta=0.0,
                 options=_options(signature, main),
                 stream=planning.stream,
+                quantization_scales={"a": main.one, "b": main.one} if self._is_scaled else None,
             )
         except _REFUSALS as error:
             raise _refusal(error) from error
@@ -123,6 +130,8 @@ class FusedPlan:
                 stream=planning.stream,
             )
             self._keep(matmul)
+            if ragged:
+                self._algorithms = self._for_columns(signature.d.shape[-1])
             self._algorithm = self._first_that_runs(operands)
             if record is not None:
                 self._restore(record, operands)
@@ -143,6 +152,7 @@ class FusedPlan:
         return inputs or None
 
     def _keep(self, matmul: Any) -> None:
+        self._algorithms = matmul.algorithms_buffer
         self._descriptor = matmul.mm_desc
         self._layouts = (
             matmul.a_layout_ptr,
@@ -154,13 +164,33 @@ class FusedPlan:
         self._scalars = matmul.alpha.ctypes.data, matmul.beta.ctypes.data
         self._set_vector = matmul.mm_desc_ifc.set_bias_pointer_unchecked
         self._set_aux = matmul.mm_desc_ifc.set_epilogue_aux_pointer_unchecked
+        self._set_scale_a = matmul.mm_desc_ifc.set_a_scale_pointer_unchecked
+        self._set_scale_b = matmul.mm_desc_ifc.set_b_scale_pointer_unchecked
+
+    def _for_columns(self, columns: int) -> Any:
+        """Algorithms for `columns` columns of B and D instead of those planned for."""
+        _, b_layout, _, d_layout = self._layouts
+        for layout in (b_layout, d_layout):
+            MatrixLayoutInterface(layout).cols = columns
+        found, count = cublaslt.MatmulHeuristicResult(CANDIDATES), np.zeros(1, np.int32)
+        cublaslt.matmul_algo_get_heuristic(
+            self._main.handle,
+            self._descriptor,
+            *self._layouts,
+            self._matmul.preference_ptr,
+            CANDIDATES,
+            found.ptr,
+            count.ctypes.data,
+        )
+        if not count[0]:
+            raise RuntimeError(f"no algorithm for {columns} columns")
+        return found[: count[0]]
 
     def _first_that_runs(self, operands: Operands) -> int:
         """Try the candidates on the planning stream; this also loads the kernels."""
-        self._algorithms = buffer = self._matmul.algorithms_buffer
         self._untried = [
             int(result["algo"].ctypes.data)
-            for result in buffer
+            for result in self._algorithms
             if int(result["workspace_size"].item()) <= self._planning.workspace_bytes
         ]
         while self._untried:
@@ -241,7 +271,7 @@ class FusedPlan:
             found = {
                 name: difference(cupy, expected[name], array) for name, array in outputs.items()
             }
-        allowed = tolerance(signature.d.dtype, signature.options)
+        allowed = tolerance(signature.a.dtype, signature.d.dtype, signature.options)
         for name, apart in found.items():
             if not apart <= allowed:
                 raise Unsupported(
@@ -302,6 +332,8 @@ class FusedPlan:
         )
         vector = None if o.vector is None else o.vector.data.ptr
         aux = None if o.aux is None else o.aux.data.ptr
+        scale_a, scale_b = (on.one if s is None else s for s in (o.scale_a, o.scale_b))
+        scales = (scale_a.data.ptr, scale_b.data.ptr) if self._is_scaled else None
 
         def launch() -> None:
             alpha[0] = o.alpha
@@ -310,12 +342,25 @@ class FusedPlan:
                 self._set_vector(vector)
             if aux is not None:
                 self._set_aux(aux)
+            if scales is not None:
+                self._set_scale_a(scales[0])
+                self._set_scale_b(scales[1])
             multiply(*arguments)
 
         return launch
 
     def close(self) -> None:
         self._matmul.free()
+
+
+def _rounded_up(matrix: Array) -> Array:
+    """A column-major matrix that claims to have as many columns as nvmath wants of 8-bit operands.
+    cuBLASLt itself takes any number, so that the plan is then made for the true one.
+    """
+    rows, columns = matrix.shape
+    leading = matrix.strides[1] if columns > 1 else rows * matrix.itemsize
+    shape = rows, -(-columns // MULTIPLE) * MULTIPLE
+    return cupy.ndarray(shape, matrix.dtype, matrix.data, (matrix.itemsize, leading))
 
 
 def check_version() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 from uuid import UUID
@@ -20,15 +21,24 @@ import nvmath
 from cuda.bindings import driver
 from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
-from matmuld_client.errors import DeviceLost, Internal, OutOfMemory, RequestError
+from matmuld_client.errors import DeviceLost, Internal, InvalidOperands, OutOfMemory, RequestError
 
 from ..store import Choices, NoChoices
-from . import cublaslt, elementwise, kernels
+from . import cublaslt, elementwise, kernels, quantization
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import CUBLASLT, TABLE, Epilog
-from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan
+from .float8 import FLOAT8, MULTIPLE, empty
+from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan, Quantized
 from .signature import Layout, Options, Signature, Signer
-from .split import SplitPlan, StagedPlan, accumulator, is_column_major, stage, staging
+from .split import (
+    SplitPlan,
+    StagedPlan,
+    accumulator,
+    is_column_major,
+    stage,
+    staging,
+    without_epilog,
+)
 
 T = TypeVar("T")
 
@@ -38,6 +48,7 @@ memory.
 """
 SAFE_ALIGNMENT = 16
 """Bytes; below, cuBLASLt has no algorithm for some types."""
+FLOAT8_CAPABILITY = 8, 9
 INLINE_BYTES = 1 << 18
 SPIN_SECONDS = 0.002
 FLUSH_BYTES = 1 << 28
@@ -59,6 +70,9 @@ class CudaEngine:
         self.name = f"cuda:{ordinal}"
         self._device = cupy.cuda.Device(ordinal)
         self._device.use()
+        properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+        self._capability = properties["major"], properties["minor"]
+        self.has_float8 = self._capability >= FLOAT8_CAPABILITY
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self._handle = cublaslt.create_handle()
@@ -107,7 +121,7 @@ class CudaEngine:
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         try:
-            return cupy.empty(tuple(shape), dtype)
+            return empty(cupy, tuple(shape), dtype)
         except OutOfMemoryError as error:
             raise OutOfMemory(_TOO_LITTLE.format(error)) from None
 
@@ -129,6 +143,11 @@ class CudaEngine:
 
         A plan with elementwise steps is run once, so that they are compiled here.
         """
+        if signature.a.dtype in FLOAT8 and not self.has_float8:
+            needed, found = (".".join(map(str, c)) for c in (FLOAT8_CAPABILITY, self._capability))
+            raise InvalidOperands(
+                f"{signature.a.dtype}: expected a GPU of compute capability {needed}, got {found}"
+            )
         self._planning.stream.wait_event(ready)
         try:
             plan = self._choose(signature, operands)
@@ -174,8 +193,8 @@ class CudaEngine:
         options = options._replace(split=False)
         if options.compute_type.startswith("COMPUTE_16F"):
             options = options._replace(compute_type="COMPUTE_32F")
-        plain = Operands(operands.a, operands.b, accumulator(cupy, operands.d))
-        return self._choose(self.signature(plain, Epilog.NONE, options), plain)
+        product = without_epilog(operands, accumulator(cupy, operands.d))
+        return self._choose(self.signature(product, Epilog.NONE, options), product)
 
     def _fused(self, signature: Signature, operands: Operands) -> Plan:
         """By the algorithm that was measured in an earlier run, if there is one."""
@@ -192,6 +211,15 @@ class CudaEngine:
     def start(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             launch()
+
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        """A CUDA graph, which the host launches in the time of one product."""
+        self._stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            self.start(launches)
+        finally:
+            graph = self._stream.end_capture()
+        return partial(graph.launch, self._stream)
 
     def intake(self, target: Array) -> Callable[[memoryview], None]:
         address = target.data.ptr
@@ -235,6 +263,11 @@ class CudaEngine:
         ended.synchronize()
         return float(cupy.cuda.get_elapsed_time(began, ended)) / 1e3
 
+    async def quantize(self, source: Array, dtype: np.dtype[Any]) -> Quantized:
+        values = self.empty(source.shape, dtype)
+        scale, amax = await self.call(source.nbytes, quantization.quantize, source, values)
+        return Quantized(values, scale, amax)
+
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
         if source.nbytes <= INLINE_BYTES:
@@ -270,17 +303,18 @@ class CudaEngine:
 
     def _copy_out(self, array: Array) -> np.ndarray[Any, Any]:
         swapped = array.ndim > 1 and not array.flags.c_contiguous and is_column_major(array)
-        source = cupy.ascontiguousarray(elementwise.swap(array) if swapped else array)
+        source = elementwise.copyable(elementwise.swap(array) if swapped else array)
+        source = cupy.ascontiguousarray(source)
         pinned = cupy.cuda.alloc_pinned_memory(max(source.nbytes, 1))
         copy = np.frombuffer(pinned, np.uint8, source.nbytes)
         cupy.cuda.runtime.memcpyAsync(
             pinned.ptr, source.data.ptr, source.nbytes, _DEVICE_TO_HOST, self._stream.ptr
         )
-        shaped: np.ndarray[Any, Any] = copy.view(source.dtype).reshape(source.shape)
+        shaped: np.ndarray[Any, Any] = copy.view(array.dtype).reshape(source.shape)
         return shaped.swapaxes(-1, -2) if swapped else shaped
 
     async def chunks(self, array: Array, nbytes: int) -> AsyncIterator[memoryview]:
-        flat = cupy.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        flat = cupy.ascontiguousarray(elementwise.copyable(array)).reshape(-1).view(np.uint8)
         for start in range(0, flat.nbytes, nbytes):
             (part,), _ = await self.download([flat[start : start + nbytes]])
             yield part.data
@@ -351,7 +385,7 @@ def _to_stage(signature: Signature) -> tuple[list[str], list[str]]:
     alignment.
     """
     row = TABLE[signature.epilog]
-    unreadable = [name for name in ("a", "b") if not _has_unit_stride(getattr(signature, name))]
+    unreadable = [name for name in ("a", "b") if not _is_readable(signature, name)]
     if signature.c is not None and signature.c != signature.d:
         unreadable.append("c")
     if row.bias and not _is_dense_column(signature.vector):
@@ -367,8 +401,25 @@ def _to_stage(signature: Signature) -> tuple[list[str], list[str]]:
     return unreadable, awkward
 
 
-def _has_unit_stride(layout: Layout) -> bool:
-    return 1 in layout.strides[-2:] and all(stride > 0 for stride in layout.strides[-2:])
+def _is_readable(signature: Signature, name: str) -> bool:
+    """Whether A or B has a unit stride; of 8-bit floats along K, in rows that begin at multiples of
+    16 bytes.
+    """
+    layout: Layout = getattr(signature, name)
+    strides = layout.strides
+    if layout.dtype not in FLOAT8:
+        return 1 in strides[-2:] and all(stride > 0 for stride in strides[-2:])
+    along = len(strides) - (1 if name == "a" else 2)
+    gaps = [
+        stride
+        for axis, (stride, extent) in enumerate(zip(strides, layout.shape, strict=True))
+        if axis != along and extent > 1
+    ]
+    return (
+        strides[along] == 1
+        and layout.alignment >= MULTIPLE
+        and all(gap % MULTIPLE == 0 for gap in gaps)
+    )
 
 
 def _is_dense_column(layout: Layout | None) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import activations
 from .epilogs import ACTIVATION_OF, TABLE, AuxKind, Epilog, Row, aux_rows
+from .float8 import is_float8
 from .protocol import Array, Engine, Launch, Operands
 
 TILE_BYTES = 1 << 25
@@ -31,9 +32,21 @@ def swap(array: Array) -> Array:
     return array.swapaxes(-1, -2)
 
 
+def copyable(array: Array) -> Array:
+    """The array; if its elements are 8-bit floats, which CuPy holds but does not copy, as bytes."""
+    return array.view(np.uint8) if is_float8(array.dtype) else array
+
+
+def reshape(array: Array, *shape: int) -> Array:
+    """The array in another shape, copied if it must be."""
+    if is_float8(array.dtype):
+        return array.view(np.uint8).reshape(shape).view(array.dtype)
+    return array.reshape(shape)
+
+
 def assign(target: Array, source: Array) -> None:
-    """Copy elements, broadcasting."""
-    target[...] = source
+    """Copy elements of one dtype, broadcasting."""
+    copyable(target)[...] = copyable(source)
 
 
 def empty_like(engine: Engine, array: Array) -> Array:

@@ -31,7 +31,9 @@ class Operands:
     dimension.
 
     c has the layout of d; without c, beta is 0. `vector` is the bias (read) or the bias gradient
-    (written), `aux` the auxiliary data (read or written): see `epilogs.TABLE`.
+    (written), `aux` the auxiliary data (read or written): see `epilogs.TABLE`. `scale_a` and
+    `scale_b`, one float32 each, multiply a and b if those are 8-bit floats; None is 1. Of such a
+    product M and K are multiples of 16, and so is N unless d is a column-major matrix.
     """
 
     a: Array
@@ -42,6 +44,18 @@ class Operands:
     beta: float = 0.0
     vector: Array | None = None
     aux: Array | None = None
+    scale_a: Array | None = None
+    scale_b: Array | None = None
+
+
+class Quantized(NamedTuple):
+    """8-bit values; the scale to multiply them by, and the largest magnitude that it was made from,
+    float32 of shape (1,).
+    """
+
+    values: Array
+    scale: Array
+    amax: Array
 
 
 class Disagreement(Exception):
@@ -141,6 +155,10 @@ class Engine(Protocol):
     def brief_bytes(self) -> int:
         """Up to this size an elementwise step, once it has run, may be on the event loop."""
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it multiplies 8-bit floats."""
+
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""
 
@@ -179,6 +197,9 @@ class Engine(Protocol):
     def start(self, launches: Sequence[Launch]) -> None:
         """Make brief launches, one after the other, at once."""
 
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        """One launch for several of fused plans, on the same memory."""
+
     def intake(self, target: Array) -> Callable[[memoryview], None]:
         """What fills a row-major array with bytes, as often as it is called."""
 
@@ -192,6 +213,12 @@ class Engine(Protocol):
 
     async def time(self, launches: Sequence[Launch]) -> float:
         """Seconds that the device takes for these launches, aside, from cold caches."""
+
+    async def quantize(self, source: Array, dtype: np.dtype[Any]) -> Quantized:
+        """A row-major array as 8-bit floats: divided by amax / the dtype's largest number, or by 1
+        if all is 0, saturated and rounded to the nearest. amax is NaN or infinite if any element
+        is, and the values are then of no use. Raises OutOfMemory.
+        """
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         """A row-major copy of host memory in the device. Raises OutOfMemory."""

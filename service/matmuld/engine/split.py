@@ -10,6 +10,7 @@ import numpy as np
 
 from . import elementwise
 from .epilogs import Epilog
+from .float8 import empty, is_float8
 from .protocol import Array, Launch, Operands, Plan
 
 
@@ -37,7 +38,7 @@ class SplitPlan:
 
     def _product(self, operands: Operands) -> Operands:
         product = accumulator(self._xp, operands.d)
-        return Operands(operands.a, operands.b, product, alpha=operands.alpha)
+        return without_epilog(operands, product)
 
     def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
         plain = self._product(operands)
@@ -119,17 +120,26 @@ def accumulator(xp: Any, d: Array) -> Array:
     return xp.empty(d.shape, dtype)
 
 
+def without_epilog(operands: Operands, product: Array) -> Operands:
+    """The operands of the product alone."""
+    o = operands
+    return Operands(o.a, o.b, product, alpha=o.alpha, scale_a=o.scale_a, scale_b=o.scale_b)
+
+
 def staging(xp: Any, operands: Operands, names: Sequence[str]) -> Operands:
     """The operands with dense memory for those named, each in its own orientation; C in the layout
-    of D.
+    of D, and 8-bit floats as cuBLASLt wants them, with consecutive elements along K.
     """
     copies: dict[str, Array] = {}
     for name in names:
         array = getattr(operands, name)
-        if is_column_major(operands.d if name == "c" else array):
-            copies[name] = elementwise.swap(xp.empty(elementwise.swap(array).shape, array.dtype))
+        column_major = is_column_major(operands.d if name == "c" else array)
+        if is_float8(array.dtype):
+            column_major = name == "b"
+        if column_major:
+            copies[name] = elementwise.swap(empty(xp, elementwise.swap(array).shape, array.dtype))
         else:
-            copies[name] = xp.empty(array.shape, array.dtype)
+            copies[name] = empty(xp, array.shape, array.dtype)
     return replace(operands, **copies)
 
 

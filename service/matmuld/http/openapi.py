@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from .. import replies
+from ..engine.float8 import FLOAT8
 from ..operations import OPERATIONS
 from ..schemas import CreateTensor, ReplaceTensor, TensorLife, Warm
 
@@ -53,6 +54,7 @@ QUERY = {
     ("POST", "/v1/tensors"): {
         "dtype": "of a raw body",
         "shape": "of a raw body: extents with commas",
+        "quantize": "of a raw body: " + " or ".join(FLOAT8),
         "pinned": "of a raw body: true or false",
         "ttl_s": "of a raw body: seconds",
     }

@@ -9,21 +9,22 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-from matmuld_client.errors import Conflict, Malformed, TooLarge
+from matmuld_client.errors import Conflict, InvalidOperands, Malformed, TooLarge
 from matmuld_client.wire import DTYPES, OCTETS
 
 from ..calls import Call, describe, laid_out_as
 from ..engine.elementwise import assign, read_mask, swap
-from ..engine.protocol import Array
-from ..memory.tensors import Kind, Resident
-from ..operands import FLOATS, Inputs, Operand, described
+from ..engine.float8 import FLOAT8, is_float8
+from ..engine.protocol import Array, Engine
+from ..memory.tensors import Kind, Quantization, Resident
+from ..operands import FACTORS, FLOATS, Inputs, Operand, described
 from ..operations.mlp import Tape
 from ..schemas import CreateTensor, ReplaceTensor, Tensor, TensorLife
 from ..service import Service
 from .exchange import Disconnected, Exchange
 
 CHUNK_BYTES = 4 << 20
-HOLDABLE = (*FLOATS, "uint8")
+HOLDABLE = (*FACTORS, "uint8")
 
 
 async def create(service: Service, exchange: Exchange) -> None:
@@ -34,9 +35,14 @@ async def create(service: Service, exchange: Exchange) -> None:
         header, payloads = await exchange.decode(CreateTensor)
         call = service.call(exchange.tenant, payloads)
         array, kind = await _value(service.inputs(exchange.tenant), call, header)
-        await service.runtime.engine.synchronize()
+        array, quantization = await _settled(call.engine, array, header.quantize)
         resident = service.runtime.store.add(
-            exchange.tenant, array, kind=kind, pinned=header.pinned, ttl=header.ttl_s
+            exchange.tenant,
+            array,
+            kind=kind,
+            pinned=header.pinned,
+            ttl=header.ttl_s,
+            quantization=quantization,
         )
     if await exchange.is_abandoned():
         service.runtime.store.free(resident)
@@ -47,13 +53,17 @@ async def create(service: Service, exchange: Exchange) -> None:
 async def _value(inputs: Inputs, call: Call, header: CreateTensor) -> tuple[Array, Kind]:
     """The value of a body, or zeros, once the quota is known to have room."""
     if header.value is None:
-        dtype, shape = described("tensor", header.dtype, header.shape, FLOATS)
+        if header.quantize is not None:
+            raise Malformed("quantize: expected with a value only", operand="quantize")
+        dtype, shape = described("tensor", header.dtype, header.shape, FACTORS)
         call.bind(inputs.finish())
         call.store.check(call.tenant, math.prod(shape) * dtype.itemsize)
         return await call.zeros(shape, dtype), "tensor"
     if header.dtype is not None or header.shape is not None:
         raise Malformed("value: expected either value, or dtype and shape", operand="value")
     operand, kind = _taken(inputs, call, header.value)
+    if header.quantize is not None:
+        _check_quantizable(operand.dtype, kind, header.quantize)
     call.store.check(call.tenant, operand.size * operand.dtype.itemsize)
     return await _dense(call, operand), kind
 
@@ -68,6 +78,10 @@ def _taken(inputs: Inputs, call: Call, value: Tensor) -> tuple[Operand, Kind]:
     if (operand.dtype == np.uint8) != (kind == "relu_aux"):
         raise operand.reject(
             f"expected uint8 for relu_aux and only for it, got {operand.dtype.name}"
+        )
+    if kind != "tensor" and is_float8(operand.dtype):
+        raise operand.reject(
+            f"expected dtype {' or '.join(FLOATS)} for {kind}, got {operand.dtype.name}"
         )
     if kind != "tensor" and len(operand.shape) < 2:
         raise operand.reject(f"expected shape […, R, N] for {kind}, got {operand.shape}")
@@ -84,20 +98,51 @@ async def _dense(call: Call, operand: Operand) -> Array:
     return swap(dense) if columns else dense
 
 
+def _check_quantizable(dtype: np.dtype[Any], kind: Kind, target: str) -> None:
+    """Raise InvalidOperands unless a tensor of `dtype` can be quantized to `target`."""
+    described("quantize", target, (), FLOAT8)
+    if kind != "tensor" or dtype.name not in FLOATS:
+        expected = f"value: expected a tensor of {' or '.join(FLOATS)} to quantize"
+        raise InvalidOperands(f"{expected}, got a {kind} of {dtype.name}", operand="value")
+
+
+async def _settled(
+    engine: Engine, array: Array, target: str | None
+) -> tuple[Array, Quantization | None]:
+    """A row-major array as it is, or quantized to `target`; complete on return.
+
+    Raises:
+        InvalidOperands: there is a NaN or an infinity in what is to be quantized.
+    """
+    if target is None:
+        await engine.synchronize()
+        return array, None
+    values, scale, amax = await engine.quantize(array, DTYPES[target])
+    (number, magnitude), _ = await engine.download([scale, amax])
+    if not np.isfinite(magnitude[0]):
+        raise InvalidOperands(
+            f"value: expected finite float32 numbers to quantize, got {magnitude[0]} among them",
+            operand="value",
+        )
+    return values, Quantization(scale, float(number[0]), float(magnitude[0]), array.dtype)
+
+
 async def _create_raw(service: Service, exchange: Exchange) -> Resident:
     query = exchange.query()
-    dtype, shape = described("tensor", query.get("dtype"), _extents(query.get("shape")), FLOATS)
+    dtype, shape = described("tensor", query.get("dtype"), _extents(query.get("shape")), FACTORS)
+    if (target := query.get("quantize")) is not None:
+        _check_quantizable(dtype, "tensor", target)
     pinned, ttl = _flag(query.get("pinned")), _seconds(query.get("ttl_s"))
-    if unknown := sorted(set(query) - {"dtype", "shape", "pinned", "ttl_s"}):
+    if unknown := sorted(set(query) - {"dtype", "shape", "quantize", "pinned", "ttl_s"}):
         raise Malformed(f"{unknown[0][:40]}: unknown query parameter", operand=unknown[0][:40])
     nbytes = math.prod(shape) * dtype.itemsize
     chunks = exchange.stream(nbytes)
-    store = service.runtime.store
+    engine, store = service.runtime.engine, service.runtime.store
     with store.reserved(exchange.tenant, nbytes):
-        array = service.runtime.engine.empty(shape, dtype)
+        array = engine.empty(shape, dtype)
         await _fill(service, array, chunks, nbytes)
-        await service.runtime.engine.synchronize()
-    return store.add(exchange.tenant, array, pinned=pinned, ttl=ttl)
+        array, quantization = await _settled(engine, array, target)
+    return store.add(exchange.tenant, array, pinned=pinned, ttl=ttl, quantization=quantization)
 
 
 async def _fill(service: Service, array: Array, chunks: AsyncIterator[bytes], nbytes: int) -> None:
@@ -198,32 +243,35 @@ def _unpacked(xp: Any, aux: Array, rows: int) -> Array:
 
 
 async def replace(service: Service, exchange: Exchange) -> None:
-    """New contents, all at once; dtype and shape stay."""
+    """New contents, all at once; dtype and shape stay. What was quantized is so again, from the
+    dtype that it was made from.
+    """
     resident = _held(service, exchange)
-    held = _array(resident)
+    held, quantized = _array(resident), resident.quantization
     engine = service.runtime.engine
+    dtype = held.dtype if quantized is None else quantized.source
     if exchange.content_type == OCTETS:
         if resident.kind != "tensor":
             raise Conflict(
                 f"a raw body replaces tensors only, {resident.handle} is a {resident.kind}"
             )
-        chunks = exchange.stream(held.nbytes)
-        array = engine.empty(held.shape, DTYPES[held.dtype.name])
-        await _fill(service, array, chunks, held.nbytes)
+        array = engine.empty(held.shape, dtype)
+        await _fill(service, array, exchange.stream(array.nbytes), array.nbytes)
     else:
         header, payloads = await exchange.decode(ReplaceTensor)
         call = service.call(exchange.tenant, payloads)
         operand, kind = _taken(service.inputs(exchange.tenant), call, header.value)
         came = f"{kind} {list(operand.shape)} of {operand.dtype.name}"
-        expected = f"{resident.kind} {list(held.shape)} of {held.dtype.name}"
+        expected = f"{resident.kind} {list(held.shape)} of {dtype.name}"
         if came != expected:
             raise operand.reject(f"expected {expected}, got {came}")
         array = await _dense(call, operand)
     array = await laid_out_as(engine, held, array)
-    await engine.synchronize()
+    target = None if quantized is None else held.dtype.name
+    array, quantization = await _settled(engine, array, target)
     async with resident.lock:
         service.runtime.store.get(exchange.tenant, resident.handle)
-        service.runtime.store.replace(resident, array)
+        service.runtime.store.replace(resident, array, quantization)
     await exchange.reply(metadata(resident))
 
 
@@ -256,8 +304,14 @@ def _array(resident: Resident) -> Array:
 
 def metadata(resident: Resident) -> dict[str, Any]:
     """What is told about a resident."""
-    value = resident.value
+    value, quantized = resident.value, resident.quantization
     looks = {"layers": len(value.layers)} if isinstance(value, Tape) else describe(value)
+    if quantized is not None:
+        looks |= {
+            "scale": quantized.number,
+            "amax": quantized.amax,
+            "quantized_from": quantized.source.name,
+        }
     return {
         "tensor": resident.handle,
         "kind": resident.kind,

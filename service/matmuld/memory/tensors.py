@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet
 
+import numpy as np
 from matmuld_client.errors import OutOfMemory
 
 from ..engine.epilogs import AuxKind
@@ -19,6 +20,17 @@ from .handles import HandleMint
 Kind = Literal["tensor", AuxKind, "tape"]
 
 FOREVER = float("inf")
+
+
+class Quantization(NamedTuple):
+    """What an 8-bit tensor is to be multiplied by, on the device and as a number; the largest
+    magnitude that it was made from, and the dtype of that.
+    """
+
+    scale: Array
+    number: float
+    amax: float
+    source: np.dtype[Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +46,7 @@ class Resident:
         readers: what reads the value over and over; closed when it is freed or replaced.
         weight: of aux data, the handle of the weight of the layer that it belongs to, if that was
             resident.
+        quantization: of a tensor that the service quantized.
     """
 
     handle: str
@@ -46,6 +59,7 @@ class Resident:
     expires_at: float
     rows: int | None = None
     weight: str | None = None
+    quantization: Quantization | None = None
     version: int = 1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     readers: WeakSet[Closable] = field(default_factory=WeakSet)
@@ -156,6 +170,7 @@ class TensorStore:
         ttl: float | None = None,
         rows: int | None = None,
         weight: str | None = None,
+        quantization: Quantization | None = None,
     ) -> Resident:
         """Hold `value`, which is an array or made of `arrays`. Raises OutOfMemory over quota."""
         arrays = (value,) if arrays is None else arrays
@@ -171,15 +186,19 @@ class TensorStore:
             FOREVER,
             rows,
             weight,
+            quantization,
         )
         resident.touch(monotonic())
         self._residents[resident.handle] = resident
         self._retain(resident)
         return resident
 
-    def replace(self, resident: Resident, value: Array) -> None:
-        """New contents of the same dtype, shape and layout."""
+    def replace(
+        self, resident: Resident, value: Array, quantization: Quantization | None = None
+    ) -> None:
+        """New contents of the same dtype, shape and layout; quantized if the old were."""
         self._release(resident)
+        resident.quantization = quantization
         resident.value, resident.arrays = value, (value,)
         self._retain(resident)
         resident.version += 1

@@ -17,6 +17,7 @@ from ..engine.protocol import Array
 from ..memory.tensors import Kind
 from ..operands import AUX_DTYPES, Inputs, Operand, check_bytes
 from ..schemas import Into, Placement, Tensor
+from .float8 import check_bias, check_factors, check_multiples
 
 
 @dataclass(slots=True)
@@ -42,10 +43,11 @@ def linear_shape(
         raise x.reject(
             f"expected shape […, batch, {inputs}] (weight is {weight.shape}), got {x.shape}"
         )
-    weight.expect_dtype(x.dtype, "that of x")
+    check_factors(x, weight)
+    check_multiples(weight, "out and in")
     if bias is not None:
         bias.expect((outputs,), f"[out], weight is {weight.shape}")
-        bias.expect_dtype(dtype, "that of the result")
+        check_bias(bias, x.dtype, dtype)
     lead = x.shape[:-1]
     check_bytes("y", (*lead, outputs), dtype)
     return LinearShape(lead, math.prod(lead), inputs, outputs)

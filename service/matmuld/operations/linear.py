@@ -11,10 +11,11 @@ from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
 from ..calls import Call, Reply, Result, Results, Step
+from ..engine.elementwise import reshape
 from ..engine.epilogs import ACTIVATIONS, AUX_OF, Activation, AuxKind
 from ..engine.protocol import Array
 from ..engine.signature import Options
-from ..operands import Inputs, Operand
+from ..operands import FACTORS, Inputs, Operand
 from ..schemas import Into, LinearBackward, LinearForward, Placement
 from ..strategies import Forward, HiddenGradient, InputGradient, WeightGradient
 from .checks import (
@@ -32,6 +33,7 @@ from .checks import (
     take_aux,
     weight_shape,
 )
+from .float8 import OperandScale, take_scale
 from .options import planner_options
 
 
@@ -43,6 +45,7 @@ class _Forward:
     weight: Operand
     bias: Operand | None
     c: Operand | None
+    scales: tuple[OperandScale, OperandScale]
     alpha: float
     beta: float
     activation: Activation
@@ -69,8 +72,9 @@ class _Forward:
             return await call.deliver(results)
 
     async def _product(self, call: Call, y: Array, aux: Array | None) -> None:
+        x_scale, weight_scale = self.scales
         step = Forward(
-            (await call.load(self.x)).reshape(self.shape.batch, self.shape.inputs),
+            reshape(await call.load(self.x), self.shape.batch, self.shape.inputs),
             await call.load(self.weight),
             y,
             self.options,
@@ -78,21 +82,28 @@ class _Forward:
             self.activation,
             aux,
             None if self.c is None else (await call.load(self.c)).reshape(y.shape),
-            self.alpha,
+            self.alpha * x_scale.number * weight_scale.number,
             self.beta,
+            await x_scale.load(call),
+            await weight_scale.load(call),
         )
         await call.choose(step)
 
 
 def forward(inputs: Inputs, header: LinearForward) -> Step:
     """``y = activation(alpha · x·weightᵀ + beta · c + bias)``, and the aux."""
-    x, weight = inputs.take("x", header.x), inputs.take("weight", header.weight)
+    x = inputs.take("x", header.x, FACTORS)
+    weight = inputs.take("weight", header.weight, FACTORS)
     bias = None if header.bias is None else inputs.take("bias", header.bias)
     c = None if header.c is None else inputs.take("c", header.c)
     beta = scaling(c, header.beta)
     activation = activation_of(header.activation)
     options, dtype = planner_options(inputs, header.options, x.dtype)
     shape = linear_shape(x, weight, bias, dtype)
+    scales = (
+        take_scale(inputs, "scales.x", x, header.scales.get("x")),
+        take_scale(inputs, "scales.weight", weight, header.scales.get("weight")),
+    )
     y_shape = (*shape.lead, shape.outputs)
     if c is not None:
         c.expect(y_shape, "that of y")
@@ -115,6 +126,7 @@ def forward(inputs: Inputs, header: LinearForward) -> Step:
         weight,
         bias,
         c,
+        scales,
         header.alpha,
         beta,
         activation,

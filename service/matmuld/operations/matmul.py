@@ -10,14 +10,16 @@ import numpy as np
 from matmuld_client.errors import InvalidOperands, Malformed
 
 from ..calls import Call, Reply, Result, Results, Step
-from ..engine.elementwise import assign, aux_shape, swap
+from ..engine.elementwise import assign, aux_shape, reshape, swap
 from ..engine.epilogs import CUBLASLT, TABLE, AuxKind, Epilog, output_names
+from ..engine.float8 import is_float8
 from ..engine.protocol import Array
 from ..engine.signature import Options
-from ..operands import AUX_DTYPES, Inputs, Operand
+from ..operands import AUX_DTYPES, FACTORS, Inputs, Operand
 from ..schemas import Matmul, Placement
 from ..strategies import Product
 from .checks import aux_output, check_aux, load_aux, output, scaling
+from .float8 import OperandScale, check_bias, check_factors, check_multiples, take_scale
 from .options import planner_options
 
 
@@ -46,6 +48,7 @@ class _Product:
     a: Operand
     b: Operand
     c: Operand | None
+    scales: tuple[OperandScale, OperandScale]
     alpha: float
     beta: float
     epilog: Epilog
@@ -78,6 +81,7 @@ class _Product:
             vector = await _load_bias(call, self.bias, self.sizes)
         if self.aux is not None:
             out_aux = await _load_batch(call, self.aux, self.sizes)
+        a_scale, b_scale = self.scales
         step = Product(
             await _matrices(call, self.a),
             await _matrices(call, self.b),
@@ -85,10 +89,12 @@ class _Product:
             self.options,
             self.epilog,
             None if self.c is None else await _load_c(call, self.c, d, self.sizes),
-            self.alpha,
+            self.alpha * a_scale.number * b_scale.number,
             self.beta,
             vector,
             out_aux,
+            await a_scale.load(call),
+            await b_scale.load(call),
         )
         await call.choose(step)
 
@@ -96,18 +102,23 @@ class _Product:
 def matmul(inputs: Inputs, header: Matmul) -> Step:
     """``D = epilog(alpha · A·B + beta · C)``"""
     epilog = _epilog(header.epilog)
-    a, b = inputs.take("a", header.a), inputs.take("b", header.b)
+    a, b = inputs.take("a", header.a, FACTORS), inputs.take("b", header.b, FACTORS)
     c = None if header.c is None else inputs.take("c", header.c)
     sizes = _sizes(a, b)
+    _check_float8(a, b, epilog)
+    scales = (
+        take_scale(inputs, "scales.a", a, header.scales.get("a")),
+        take_scale(inputs, "scales.b", b, header.scales.get("b")),
+    )
     options, dtype = planner_options(inputs, header.options, a.dtype)
-    bias = _bias(inputs, header, epilog, sizes, dtype)
+    bias = _bias(inputs, header, epilog, sizes, (a.dtype, dtype))
     aux = _aux(inputs, header, epilog, sizes, dtype)
     beta = scaling(c, header.beta)
     if c is not None:
         _check_c(c, sizes, dtype)
     places = _places(inputs, header, epilog, sizes, dtype)
     product = _Product(
-        a, b, c, header.alpha, beta, epilog, bias, aux, options, dtype, sizes, places
+        a, b, c, scales, header.alpha, beta, epilog, bias, aux, options, dtype, sizes, places
     )
     return Step(inputs.finish(), product.run)
 
@@ -126,7 +137,7 @@ def _sizes(a: Operand, b: Operand) -> _Sizes:
     for operand, form in ((a, "[…, M, K]"), (b, "[…, K, N]")):
         if len(operand.shape) < 2 or 0 in operand.shape[-2:]:
             raise operand.reject(f"expected shape {form}, none of them 0, got {operand.shape}")
-    b.expect_dtype(a.dtype, "that of a")
+    check_factors(a, b)
     (m, k), (k_b, n) = a.shape[-2:], b.shape[-2:]
     if k != k_b:
         raise b.reject(f"expected K = {k} (a is {a.shape}), got {b.shape}")
@@ -136,10 +147,26 @@ def _sizes(a: Operand, b: Operand) -> _Sizes:
     return _Sizes(lead_a or lead_b, m, n, k)
 
 
+def _check_float8(a: Operand, b: Operand, epilog: Epilog) -> None:
+    """Raise InvalidOperands for what 8-bit floats cannot do."""
+    row = TABLE[epilog]
+    if is_float8(a.dtype) and (row.aux_in is not None or row.gradient is not None):
+        raise InvalidOperands(
+            f"epilog: expected none of a backward pass with {a.dtype.name}, got {epilog}",
+            operand="epilog",
+        )
+    check_multiples(a, "M and K")
+    check_multiples(b, "K and N")
+
+
 def _bias(
-    inputs: Inputs, header: Matmul, epilog: Epilog, sizes: _Sizes, dtype: np.dtype[Any]
+    inputs: Inputs,
+    header: Matmul,
+    epilog: Epilog,
+    sizes: _Sizes,
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]],
 ) -> Operand | None:
-    """The bias, which the epilog either needs or does not take."""
+    """The bias, which the epilog either needs or does not take. `dtypes`: of the factors, of D."""
     if (header.bias is not None) != TABLE[epilog].bias:
         wanted = "a bias" if TABLE[epilog].bias else "no bias"
         raise Malformed(f"bias: expected {wanted} with epilog {epilog}", operand="bias")
@@ -151,7 +178,7 @@ def _bias(
         raise bias.reject(
             f"expected shape {' or '.join(map(str, sorted(allowed)))}, got {bias.shape}"
         )
-    bias.expect_dtype(dtype, "that of D")
+    check_bias(bias, *dtypes)
     return bias
 
 
@@ -243,7 +270,7 @@ def _empty_matrices(
 async def _matrices(call: Call, operand: Operand) -> Array:
     """An operand as a matrix, or a batch with one batch dimension."""
     array = await call.load(operand)
-    return array if array.ndim == 2 else array.reshape(-1, *array.shape[-2:])
+    return array if array.ndim == 2 else reshape(array, -1, *array.shape[-2:])
 
 
 async def _load_bias(call: Call, bias: Operand, sizes: _Sizes) -> Array:

@@ -10,13 +10,16 @@ from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
 from ..calls import Call, Reply, Result, Results, Step, TapeResult
+from ..engine.elementwise import reshape
 from ..engine.epilogs import AUX_OF, Activation
+from ..engine.float8 import is_float8
 from ..engine.protocol import Array
 from ..engine.signature import Options
-from ..operands import Inputs, Operand
+from ..operands import FACTORS, Inputs, Operand
 from ..schemas import Layer, MlpBackward, MlpForward, Placement
 from ..strategies import Forward, InputGradient
 from .checks import LinearShape, activation_of, empty_aux, linear_shape, output
+from .float8 import OperandScale, take_scale
 from .linear import hidden_gradients, parameter_gradients
 from .options import planner_options
 
@@ -60,6 +63,7 @@ class _Layer:
 
     weight: Operand
     bias: Operand | None
+    scale: OperandScale
     activation: Activation
     shape: LinearShape
 
@@ -69,21 +73,26 @@ class _Forward:
     """A checked forward pass."""
 
     x: Operand
+    scale: OperandScale
     layers: list[_Layer]
     save_tape: bool
     options: Options
+    dtype: np.dtype[Any]
     place: Placement
 
     async def run(self, call: Call) -> Reply:
         lead, first, last = self.x.shape[:-1], self.layers[0].shape, self.layers[-1].shape
         async with call.writing((self.place,)):
-            current = (await call.load(self.x)).reshape(first.batch, first.inputs)
-            recorded: list[TapeLayer] = []
+            current = reshape(await call.load(self.x), first.batch, first.inputs)
+            scale, recorded = self.scale, list[TapeLayer]()
             for layer in self.layers:
-                current, kept = await _layer_forward(
-                    call, layer, current, self.options, keep=self.save_tape
+                y = call.empty((first.batch, layer.shape.outputs), self.dtype)
+                recorded.append(
+                    await _layer_forward(
+                        call, layer, (current, scale), y, self.options, keep=self.save_tape
+                    )
                 )
-                recorded.append(kept)
+                current, scale = y, OperandScale()
             tape = None
             if self.save_tape:
                 value = Tape(recorded, lead, self.options)
@@ -94,27 +103,35 @@ class _Forward:
 
 def forward(inputs: Inputs, header: MlpForward) -> Step:
     """Every layer in turn; the tape keeps what the backward pass needs."""
-    x = inputs.take("x", header.x)
-    layers = _layers(inputs, x, header.layers)
-    if header.options.result_type not in (None, x.dtype.name):
+    x = inputs.take("x", header.x, FACTORS)
+    narrow = is_float8(x.dtype)
+    if not narrow and header.options.result_type not in (None, x.dtype.name):
         raise InvalidOperands(
             f"options.result_type: expected that of x ({x.dtype.name}) in a stack, "
             f"got {header.options.result_type}",
             operand="options.result_type",
         )
+    if narrow and header.save_tape:
+        raise InvalidOperands(
+            f"save_tape: expected false with {x.dtype.name}, which has no backward pass",
+            operand="save_tape",
+        )
     options, dtype = planner_options(inputs, header.options, x.dtype)
+    layers = _layers(inputs, x, header.layers, dtype)
+    scale = take_scale(inputs, "scales.x", x, header.scales.get("x"))
     y_shape = (*x.shape[:-1], layers[-1].shape.outputs)
     place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
-    return Step(inputs.finish(), _Forward(x, layers, header.save_tape, options, place).run)
+    step = _Forward(x, scale, layers, header.save_tape, options, dtype, place)
+    return Step(inputs.finish(), step.run)
 
 
-def _layers(inputs: Inputs, x: Operand, headers: list[Layer]) -> list[_Layer]:
-    """The layers, each fed by the one before."""
+def _layers(inputs: Inputs, x: Operand, headers: list[Layer], dtype: np.dtype[Any]) -> list[_Layer]:
+    """The layers, each fed by the one before, whose result is of `dtype`."""
     layers: list[_Layer] = []
     fed = x
     for index, header in enumerate(headers):
         name = f"layers[{index}]"
-        weight = inputs.take(f"{name}.weight", header.weight)
+        weight = inputs.take(f"{name}.weight", header.weight, FACTORS)
         bias = None
         if header.bias is not None:
             bias = inputs.take(f"{name}.bias", header.bias)
@@ -124,24 +141,42 @@ def _layers(inputs: Inputs, x: Operand, headers: list[Layer]) -> list[_Layer]:
                 f"expected shape [out, {fed.shape[-1]}] after layers[{index - 1}], "
                 f"got {weight.shape}"
             )
-        shape = linear_shape(fed, weight, bias, x.dtype)
-        layers.append(_Layer(weight, bias, activation, shape))
-        fed = Operand(f"the input of {name}", x.dtype, (*shape.lead, shape.outputs), "tensor")
+        shape = linear_shape(fed, weight, bias, dtype)
+        given = header.scales.get("weight")
+        scale = take_scale(inputs, f"{name}.scales.weight", weight, given)
+        layers.append(_Layer(weight, bias, scale, activation, shape))
+        fed = Operand(f"the output of {name}", dtype, (*shape.lead, shape.outputs), "tensor")
     return layers
 
 
 async def _layer_forward(
-    call: Call, layer: _Layer, x: Array, options: Options, *, keep: bool
-) -> tuple[Array, TapeLayer]:
-    shape = layer.shape
-    y = call.empty((shape.batch, shape.outputs), x.dtype)
+    call: Call,
+    layer: _Layer,
+    fed: tuple[Array, OperandScale],
+    y: Array,
+    options: Options,
+    *,
+    keep: bool,
+) -> TapeLayer:
+    (x, x_scale), shape = fed, layer.shape
     kind = AUX_OF.get(layer.activation) if keep else None
-    aux = None if kind is None else empty_aux(call, kind, shape.outputs, shape.batch, x.dtype)
+    aux = None if kind is None else empty_aux(call, kind, shape.outputs, shape.batch, y.dtype)
     weight = await call.load(layer.weight)
     if shape.batch:
-        bias = None if layer.bias is None else await call.load(layer.bias)
-        await call.choose(Forward(x, weight, y, options, bias, layer.activation, aux))
-    return y, TapeLayer(weight, layer.bias is not None, layer.activation, x, aux)
+        step = Forward(
+            x,
+            weight,
+            y,
+            options,
+            None if layer.bias is None else await call.load(layer.bias),
+            layer.activation,
+            aux,
+            alpha=x_scale.number * layer.scale.number,
+            x_scale=await x_scale.load(call),
+            weight_scale=await layer.scale.load(call),
+        )
+        await call.choose(step)
+    return TapeLayer(weight, layer.bias is not None, layer.activation, x, aux)
 
 
 @dataclass(frozen=True, slots=True)

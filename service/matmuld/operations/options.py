@@ -23,10 +23,19 @@ COMPUTE_TYPES: dict[str, tuple[str, ...]] = {
     ),
     "float16": ("COMPUTE_32F", "COMPUTE_32F_PEDANTIC", "COMPUTE_16F", "COMPUTE_16F_PEDANTIC"),
     "bfloat16": ("COMPUTE_32F", "COMPUTE_32F_PEDANTIC"),
+    "float8_e4m3fn": ("COMPUTE_32F",),
+    "float8_e5m2": ("COMPUTE_32F",),
 }
 """Compute types by the operands' dtype, the default first (cuBLAS documentation, cublasLtMatmul
 type tables).
 """
+RESULT_TYPES: dict[str, tuple[str, ...]] = {
+    "float16": ("float16", "float32"),
+    "bfloat16": ("bfloat16", "float32"),
+    "float8_e4m3fn": ("bfloat16", "float16", "float32"),
+    "float8_e5m2": ("bfloat16", "float16", "float32"),
+}
+"""Result types where not only the operands' own is possible, the default first."""
 
 
 def planner_options(
@@ -46,8 +55,8 @@ def planner_options(
             f"got {compute_type[:40]!r}",
             operand="options.compute_type",
         )
-    allowed = (name, "float32") if dtype.itemsize == 2 else (name,)
-    result = given.result_type or name
+    allowed = RESULT_TYPES.get(name, (name,))
+    result = given.result_type or allowed[0]
     if result not in allowed or (result != name and compute_type.startswith("COMPUTE_16F")):
         raise InvalidOperands(
             f"options.result_type: expected {' or '.join(allowed)} for {name} operands "
