@@ -15,7 +15,7 @@ from matmuld.cli.bench import gpu
 from matmuld.cli.bench.gpu import SECTIONS, GpuBench, headers
 from matmuld.cli.bench.gpu import section as kept
 from matmuld.cli.bench.gpu.bars import Bar, bars
-from matmuld.cli.bench.gpu.inprocess import Matmuld, in_turn
+from matmuld.cli.bench.gpu.inprocess import Matmuld
 from matmuld.cli.bench.gpu.report import draw, duration, markdown, render
 from matmuld.cli.bench.gpu.results import GpuResults
 from matmuld.cli.bench.gpu.section import Row, Section
@@ -27,10 +27,12 @@ from matmuld.cli.bench.gpu.stopwatch import (
     interleaved,
     paired_ratio,
 )
+from matmuld.engine.signature import Options
+from matmuld.strategies import HiddenGradient
 from matmuld_client.wire import unpack
 from rich.console import Console
 
-from ..reference import Host, f64
+from ..reference import Host, f64, pack_mask
 from .console import matmuld
 
 FOREVER = Budget(0.0, float("inf"))
@@ -286,20 +288,17 @@ def test_an_operation_in_process_is_launched_again_and_again(own: Matmuld) -> No
     assert operation.host_us() > 0
 
 
-def test_a_later_operation_reads_what_an_earlier_one_has_placed(own: Matmuld) -> None:
-    dz, weight, x = random(5, 8), random(8, 16), random(5, 4)
-    mask = np.asfortranarray(np.full((16, 5), 0b01010101, np.uint8))
-    dz1 = own.hold(np.zeros((5, 16), np.float32))
-    first = own.operation(
-        "linear/backward",
-        headers.masked_input_gradient(
-            own.hold(dz), own.hold(weight), own.hold(mask, "relu_aux"), dz1
-        ),
+def test_a_step_in_process_is_done_in_the_measured_way(own: Matmuld) -> None:
+    x, weight, dz = random(9, 8), random(4, 16), random(9, 4)
+    passes = np.tile(np.arange(16) % 2 == 0, (9, 1))
+    dx, dweight, dbias = (np.empty(shape, np.float32) for shape in ((9, 16), (16, 8), 16))
+    step = HiddenGradient(
+        *(dz, weight, dx, Options("COMPUTE_32F"), pack_mask(passes.T), "relu_aux"),
+        *(x, dweight, dbias),
     )
-    second = own.operation("linear/backward", headers.parameter_gradients(dz1, own.hold(x)))
-    work = in_turn((first, second), ((first, "dx"), (second, "dweight"), (second, "dbias")))
+    work = own.step(step, "dx", "dweight", "dbias")
     work.run()
-    masked = f64(dz) @ f64(weight) * (np.arange(16) % 2 == 0)
+    masked = f64(dz) @ f64(weight) * passes
     expected = masked, masked.T @ f64(x), masked.sum(axis=0)
     for found, wanted in zip(work.outputs(), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

@@ -36,22 +36,6 @@ def layer_backward(
     return header
 
 
-def masked_input_gradient(dz: str, weight: str, mask: str, dx: str) -> Header:
-    """dx alone, masked, into that tensor."""
-    return {
-        "dz": {"tensor": dz},
-        "weight": {"tensor": weight},
-        "input_aux": {"tensor": mask},
-        "wants": ["dx"],
-        "outputs": {"dx": {"tensor": dx}},
-    }
-
-
-def parameter_gradients(dz: str, x: str) -> Header:
-    """dweight and dbias."""
-    return {"dz": {"tensor": dz}, "x": {"tensor": x}, "wants": ["dweight", "dbias"]}
-
-
 def stack(x: Header, weights: Sequence[str], biases: Sequence[str], y: str | None) -> Header:
     """Layers with bias and ReLU; y goes into that tensor, or comes back."""
     layers = [

@@ -6,12 +6,12 @@ All that the benchmark knows of the inside of the service is here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from ....calls import Call, Reply, Results, Runtime, TapeResult
+from ....calls import Call, Reply, Results, Runtime, TapeResult, Tunable
 from ....engine import open_engine
 from ....engine.protocol import Array
 from ....memory.handles import HandleMint
@@ -19,14 +19,18 @@ from ....memory.tensors import Kind, TensorStore
 from ....operands import Inputs
 from ....operations import OPERATIONS
 from ....pool import PlanPool
+from ....recordings import Recorder, Recordings
 from ....schemas import Into
 from ....store import NoChoices
+from ....tuner import Tuner
 from .work import Work
 
 T = TypeVar("T")
 
 _TENANT = "bench"
 _PLANS, _PLAN_BYTES, _TTL_S = 1024, 1 << 30, 86_400.0
+_RECORDING_BYTES = 1 << 28
+_AUTOTUNE_S = 0.25
 _CALLS = 50
 
 
@@ -40,6 +44,8 @@ class Matmuld:
         self._pool = PlanPool(self._engine, _PLANS, _PLAN_BYTES)
         self._store = TensorStore(HandleMint(), quota, _TTL_S)
         self.runtime = Runtime(self._engine, self._pool, self._store, NoChoices())
+        self.runtime.tuner = tuner = Tuner(self.runtime, "eager", _AUTOTUNE_S)
+        self.recordings = Recordings(self._pool, tuner, _RECORDING_BYTES)
 
     def describe(self) -> dict[str, Any]:
         """The device and the versions of the libraries in use."""
@@ -48,6 +54,14 @@ class Matmuld:
     def hold(self, array: Array, kind: Kind = "tensor") -> str:
         """The handle of an array, which is not copied."""
         return self._store.add(_TENANT, array, kind=kind).handle
+
+    def step(self, step: Tunable, *names: str) -> Work:
+        """A step on arrays, in the way that was measured to be the fastest, for those fields."""
+
+        def run() -> None:
+            self.wait(Call(self.runtime, _TENANT).choose(step))
+
+        return Work(run, lambda: [getattr(step, name) for name in names])
 
     def operation(self, name: str, header: dict[str, Any]) -> Operation:
         """An operation by its path and its header, whose operands are held."""
@@ -59,10 +73,12 @@ class Matmuld:
     def forget(self) -> None:
         """Free all that is held, and every plan."""
         self.wait(self._engine.synchronize())
+        self.recordings.clear()
         self._store.clear()
         self._pool.evict()
 
     def close(self) -> None:
+        self.recordings.clear()
         self._store.clear()
         self.wait(self._pool.close())
         self._engine.close()
@@ -83,7 +99,9 @@ class _Launched(Call):
 
 
 class Operation:
-    """An operation of the service that is done again and again, as if its header came each time."""
+    """An operation of the service that is done again and again, as if its header came each time:
+    the second time it is recorded.
+    """
 
     def __init__(self, matmuld: Matmuld, name: str, header: dict[str, Any]) -> None:
         self._matmuld = matmuld
@@ -93,7 +111,10 @@ class Operation:
         self._results: Results = {}
 
     async def launch(self) -> None:
-        call = _Launched(self._matmuld.runtime, _TENANT)
+        runtime = self._matmuld.runtime
+        if self._step.worth_recording:
+            await Recorder(self._matmuld.recordings, runtime, _TENANT).perform(self._step)
+        call = _Launched(runtime, _TENANT)
         await call.perform(self._step)
         self._results = call.results
 
@@ -125,13 +146,3 @@ class Operation:
             took.append(perf_counter_ns() - began)
         await engine.synchronize()
         return median(took) / 1e3
-
-
-def in_turn(operations: Sequence[Operation], outputs: Sequence[tuple[Operation, str]]) -> Work:
-    """One operation after the other; a later one may read what an earlier one has placed."""
-
-    def run() -> None:
-        for operation in operations:
-            operation.run()
-
-    return Work(run, lambda: [operation.output(name) for operation, name in outputs])

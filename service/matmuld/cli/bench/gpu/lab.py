@@ -52,7 +52,9 @@ class Lab:
     @cached_property
     def service(self) -> Service:
         """Started when it is first needed, and stopped at the end."""
-        return self._stack.enter_context(serving(self.device))
+        return self._stack.enter_context(
+            serving(self.device, "--autotune", "eager", "--plan-store", "off")
+        )
 
     def with_pytorch(self, section: Section) -> PyTorch | None:
         """PyTorch; if it is missing, the section says so."""

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import cupy
 import numpy as np
 
-from .. import headers
-from ..inprocess import in_turn
+from .....engine.signature import Options
+from .....strategies import HiddenGradient
 from ..lab import Lab
 from ..problems import Step
 from ..section import DOCUMENTED, MATMULD, Section, named
@@ -42,13 +42,20 @@ def measure(lab: Lab, section: Section, budget: Budget) -> None:
 
 
 def _own(lab: Lab, step: Step) -> Work:
-    """dZ1 of one operation, the gradients of another, as the service would do them."""
-    batch, _, hidden, _ = step.shape
-    hold, operation = lab.matmuld.hold, lab.matmuld.operation
-    x, weight, dz = map(hold, (step.x, step.weight, step.dz))
-    mask = hold(step.mask, "relu_aux")
-    dz1 = hold(cupy.empty((batch, hidden), np.float16))
-    first = operation("linear/backward", headers.masked_input_gradient(dz, weight, mask, dz1))
-    second = operation("linear/backward", headers.parameter_gradients(dz1, x))
-    outputs = (first, "dx"), (second, "dbias"), (second, "dweight")
-    return in_turn((first, second), outputs)
+    """As the backward pass of a stack does it, as one step."""
+    batch, inputs, hidden, _ = step.shape
+    half = np.dtype(np.float16)
+    return lab.matmuld.step(
+        HiddenGradient(
+            step.dz,
+            step.weight,
+            cupy.empty((batch, hidden), half),
+            Options("COMPUTE_32F"),
+            step.mask,
+            "relu_aux",
+            step.x,
+            cupy.empty((hidden, inputs), half),
+            cupy.empty(hidden, half),
+        ),
+        *("dx", "dbias", "dweight"),
+    )

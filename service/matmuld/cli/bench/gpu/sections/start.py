@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter_ns
+from time import perf_counter_ns, sleep
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
-from .....settings import Settings
 from .. import headers
 from ..device import Array, check
 from ..lab import Lab
@@ -28,23 +28,17 @@ _REQUESTS = 200
 
 
 def measure(lab: Lab, section: Section, budget: Budget) -> None:
-    layer, has_store = Layer(SHAPE), "plan_store" in Settings.model_fields
-    if not has_store:
-        section.notes.append(f"{WARM}: not available, the service has no setting plan_store")
+    layer = Layer(SHAPE)
     expected = layer.forward()
-    samples: Samples = {
-        name: [] for name in ((COLD, WARM, STEADY) if has_store else (COLD, STEADY))
-    }
+    samples: Samples = {name: [] for name in (COLD, WARM, STEADY)}
     for number in range(min(lab.rounds, _ROUNDS)):
         if number >= LEAST_ROUNDS and budget.is_over:
             break
         with TemporaryDirectory(prefix="matmuld-") as folder:
-            flags = ("--plan-store", str(Path(folder) / "plans")) if has_store else ()
-            last = cold = _started(lab, layer, expected, flags)
-            samples[COLD].append(cold.first_us)
-            if has_store:
-                last = _started(lab, layer, expected, flags)
-                samples[WARM].append(last.first_us)
+            flags = "--plan-store", str(Path(folder) / "plans")
+            samples[COLD].append(_started(lab, layer, expected, *flags).first_us)
+            last = _started(lab, layer, expected, *flags, "--warm", str(_warm_file(Path(folder))))
+            samples[WARM].append(last.first_us)
             samples[STEADY].append(last.steady_us)
     section.notes.append(f"the pool after the last start: {last.pool}")
     section.add(named(SHAPE), "wall", samples)
@@ -58,7 +52,20 @@ class _Start(NamedTuple):
     pool: dict[str, Any]
 
 
-def _started(lab: Lab, layer: Layer, expected: list[Array], flags: tuple[str, ...]) -> _Start:
+def _warm_file(folder: Path) -> Path:
+    """The request that will come, for ``serve --warm``."""
+    batch, inputs, outputs = SHAPE
+    shapes = {"x": [batch, inputs], "weight": [outputs, inputs], "bias": [outputs]}
+    header: dict[str, Any] = {
+        name: {"dtype": "float16", "shape": shape} for name, shape in shapes.items()
+    }
+    header["activation"] = "relu"
+    path = folder / "warm.json"
+    path.write_text(json.dumps({"requests": [{"operation": "linear/forward", "header": header}]}))
+    return path
+
+
+def _started(lab: Lab, layer: Layer, expected: list[Array], *flags: str) -> _Start:
     """A service of its own, its first request and the median of many later ones."""
     with serving(lab.device, *flags) as service, ExitStack() as stack:
         client = service.client
@@ -70,6 +77,8 @@ def _started(lab: Lab, layer: Layer, expected: list[Array], flags: tuple[str, ..
         header = headers.forward(x.handle, weight.handle, bias.handle, y=y.handle)
         first, steady = _latencies(service, header)
         check("first requests", [cupy.asarray(y.numpy())], expected)
+        while client.info()["autotune"]["pending"]:
+            sleep(0.05)
         return _Start(first, steady, client.plans()["stats"])
 
 
