@@ -152,12 +152,17 @@ class PlanPool:
         """The place of `signature`, if there is one; this is no use of it."""
         return self._entries.get(signature)
 
-    def exchange(self, signature: Signature, plan: Plan) -> bool:
-        """Use `plan` from now on, if the plan of that signature is idle; whether it is so, else it
-        is freed.
+    def adopt(self, signature: Signature, plan: Plan) -> bool:
+        """Use `plan` for a signature from now on; whether another was held, and is freed. A plan in
+        use stays, and the new one is freed.
         """
         entry = self._entries.get(signature)
-        if entry is None or not entry.idle or entry.plan is None:
+        if entry is None:
+            entry = self._entries[signature] = Entry(secrets.token_hex(6), signature, "", plan)
+            self._nbytes += plan.nbytes
+            self.give_back(entry)
+            return False
+        if not entry.idle or entry.plan is None:
             plan.close()
             return False
         self._nbytes += plan.nbytes - entry.plan.nbytes

@@ -27,7 +27,7 @@ from .pool import PlanPool
 from .recordings import Recorder, Recordings
 from .settings import Settings
 from .steps import Steps
-from .store import Choices, NoChoices, PlanStore
+from .store import Choices, InMemoryChoices, PlanStore
 from .tuner import Mode, Tuner
 
 log = logging.getLogger("matmuld")
@@ -161,7 +161,7 @@ class Service:
 def _open_choices(folder: Path | None, engine: Engine) -> Choices:
     """What was measured on such a device by such a version of the service."""
     if folder is None:
-        return NoChoices()
+        return InMemoryChoices()
     return PlanStore(folder, {"matmuld": __version__, **engine.fingerprint()})
 
 

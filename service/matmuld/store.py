@@ -58,20 +58,23 @@ class Choices(Protocol):
         """Forget a record that turned out wrong."""
 
 
-class NoChoices:
-    """Remembers nothing."""
+class InMemoryChoices:
+    """Remembers until the process ends; at most `LIMIT` records, the oldest go first."""
 
     def __init__(self) -> None:
         self.stats = StoreStats()
+        self._records: dict[tuple[Kind, str], dict[str, Any]] = {}
 
     def get(self, kind: Kind, key: str) -> dict[str, Any] | None:
-        return None
+        return self._records.get((kind, key))
 
     def put(self, kind: Kind, key: str, record: Mapping[str, Any]) -> None:
-        return None
+        self._records[kind, key] = dict(record)
+        if len(self._records) > LIMIT:
+            del self._records[next(iter(self._records))]
 
     def drop(self, kind: Kind, key: str, reason: str) -> None:
-        return None
+        self._records.pop((kind, key), None)
 
 
 class PlanFolder:

@@ -236,7 +236,7 @@ class Tuner:
             self._change(choice, way)
             for signature in dict.fromkeys(trials[way].used):
                 plan, _ = plans.pop(signature)
-                if self._runtime.pool.exchange(signature, plan):
+                if self._runtime.pool.adopt(signature, plan):
                     self.generation += 1
         finally:
             for plan, _ in plans.values():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matmuld.settings import Settings
-from matmuld.store import NoChoices
+from matmuld.store import InMemoryChoices
 from matmuld_client import Client, Layer
 
 from ..local import Wire, running
@@ -175,7 +175,7 @@ def test_another_device_finds_nothing(tmp_path: Path) -> None:
 def test_a_store_can_be_off(tmp_path: Path) -> None:
     with running(tmp_path / "s", device="cpu", plan_store="off") as app:
         assert app.service is not None
-        assert isinstance(app.service.runtime.choices, NoChoices)
+        assert isinstance(app.service.runtime.choices, InMemoryChoices)
 
 
 def test_the_store_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matmuld.entries import ENTRY_BYTES, Kind, device_id, entry_of, from_line, to_line
-from matmuld.store import NoChoices, PlanFolder, PlanStore, StoreStats
+from matmuld.store import InMemoryChoices, PlanFolder, PlanStore, StoreStats
 
 from ..choices import ALGORITHM, DEVICE, RECORDS, STRATEGY, files
 
@@ -130,11 +130,14 @@ def test_a_dropped_record_is_gone_and_counted(
     store.drop("algorithm", "key", "again")
 
 
-def test_without_a_store_nothing_is_remembered() -> None:
-    choices = NoChoices()
+def test_without_a_store_choices_are_remembered_by_the_process() -> None:
+    choices = InMemoryChoices()
     choices.put("strategy", "key", STRATEGY)
+    assert choices.get("strategy", "key") == STRATEGY
+    assert choices.get("algorithm", "key") is None
     choices.drop("strategy", "key", "because")
     assert choices.get("strategy", "key") is None
+    choices.drop("strategy", "key", "again")
     assert choices.stats == StoreStats()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from matmuld_client.errors import OutOfMemory, RequestError
 from threadpoolctl import ThreadpoolController
 
-from ..store import Choices, NoChoices
+from ..store import Choices, InMemoryChoices
 from . import elementwise, float8
 from .elementwise import swap
 from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan, Quantized
@@ -155,7 +155,7 @@ class CpuEngine:
         self._ledger = threading.RLock()
         self._quiet = copy_context()
         self._quiet.run(np.seterr, all="ignore")
-        self.choices: Choices = NoChoices()
+        self.choices: Choices = InMemoryChoices()
         signer = Signer(_alignment)
         self.signature, self.layout = signer.sign, signer.layout
         self._blas = _BlasThreads()

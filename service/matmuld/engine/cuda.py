@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 from uuid import UUID
@@ -18,12 +17,12 @@ from uuid import UUID
 import cupy
 import numpy as np
 import nvmath
-from cuda.bindings import driver
+from cuda.bindings import driver, runtime
 from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
 from matmuld_client.errors import DeviceLost, Internal, InvalidOperands, OutOfMemory, RequestError
 
-from ..store import Choices, NoChoices
+from ..store import Choices, InMemoryChoices
 from . import cublaslt, elementwise, kernels, quantization
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import CUBLASLT, TABLE, Epilog
@@ -83,8 +82,9 @@ class CudaEngine:
         self._worker = self._thread("work", self._stream)
         signer = Signer(_alignment)
         self.signature, self.layout = signer.sign, signer.layout
-        self.choices: Choices = NoChoices()
+        self.choices: Choices = InMemoryChoices()
         self._events: list[Any] = []
+        self._compiled: set[tuple[Any, ...]] = set()
 
     def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
         def bind() -> None:
@@ -219,17 +219,30 @@ class CudaEngine:
             self.start(launches)
         finally:
             graph = self._stream.end_capture()
-        return partial(graph.launch, self._stream)
+
+        def launch(memory: Sequence[Launch] = tuple(launches)) -> None:
+            graph.launch(self._stream)
+
+        return launch
 
     def intake(self, target: Array) -> Callable[[memoryview], None]:
         address = target.data.ptr
 
-        def fill(data: memoryview) -> None:
+        def fill(data: memoryview, memory: Array = target) -> None:
             self._copy_in(address, np.frombuffer(data, np.uint8))
 
         return fill
 
     async def call(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
+        """On the worker thread the first time, when it may be compiled; after that it is short."""
+        kind = _kind(function, args)
+        if kind in self._compiled:
+            return function(*args)
+        result = await self._in_worker(function, *args)
+        self._compiled.add(kind)
+        return result
+
+    async def _in_worker(self, function: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, function, *args)
 
@@ -273,7 +286,7 @@ class CudaEngine:
         if source.nbytes <= INLINE_BYTES:
             self._copy_in(target.data.ptr, source)
         else:
-            await self.call(source.nbytes, self._copy_in, target.data.ptr, source)
+            await self._in_worker(self._copy_in, target.data.ptr, source)
         return target
 
     async def borrow(self, source: np.ndarray[Any, Any]) -> Array:
@@ -339,14 +352,14 @@ class CudaEngine:
         if isinstance(error, OutOfMemoryError | MemoryError):
             return OutOfMemory(_TOO_LITTLE.format(error))
         if isinstance(error, CUDARuntimeError):
-            if error.status == cupy.cuda.runtime.errorMemoryAllocation:
+            if error.status == runtime.cudaError_t.cudaErrorMemoryAllocation:
                 return OutOfMemory(_TOO_LITTLE.format(error))
             return DeviceLost(f"{self.name} has failed, the service must be started again: {error}")
         return None
 
     async def trim(self) -> None:
-        await self.call(0, cupy.get_default_memory_pool().free_all_blocks)
-        await self.call(0, cupy.get_default_pinned_memory_pool().free_all_blocks)
+        await self._in_worker(cupy.get_default_memory_pool().free_all_blocks)
+        await self._in_worker(cupy.get_default_pinned_memory_pool().free_all_blocks)
 
     def close(self) -> None:
         self._planner.shutdown()
@@ -354,6 +367,17 @@ class CudaEngine:
         self._stream.synchronize()
         cublaslt.destroy_handle(self._handle)
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _kind(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
+    """What a kernel is compiled for."""
+    operands = (getattr(function, "__self__", None), *args)
+    looks = [
+        (array.dtype.num, array.ndim, array.flags.c_contiguous, array.flags.f_contiguous)
+        for array in operands
+        if isinstance(array, cupy.ndarray)
+    ]
+    return getattr(function, "__name__", function), *looks
 
 
 def _alignment(array: Array) -> int:

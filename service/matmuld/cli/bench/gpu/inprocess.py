@@ -21,7 +21,7 @@ from ....operations import OPERATIONS
 from ....pool import PlanPool
 from ....recordings import Recorder, Recordings
 from ....schemas import Into
-from ....store import NoChoices
+from ....store import InMemoryChoices
 from ....tuner import Tuner
 from .work import Work
 
@@ -43,7 +43,8 @@ class Matmuld:
         quota = self._engine.memory().total
         self._pool = PlanPool(self._engine, _PLANS, _PLAN_BYTES)
         self._store = TensorStore(HandleMint(), quota, _TTL_S)
-        self.runtime = Runtime(self._engine, self._pool, self._store, NoChoices())
+        self._engine.choices = choices = InMemoryChoices()
+        self.runtime = Runtime(self._engine, self._pool, self._store, choices)
         self.runtime.tuner = tuner = Tuner(self.runtime, "eager", _AUTOTUNE_S)
         self.recordings = Recordings(self._pool, tuner, _RECORDING_BYTES)
 
