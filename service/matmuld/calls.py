@@ -114,6 +114,10 @@ class Result:
     weight: str | None = None
     target: Resident | None = None
 
+    def of(self, value: Array) -> Result:
+        """The same output, with another value."""
+        return Result(value, self.placement, self.kind, self.rows, self.weight)
+
 
 @dataclass(slots=True)
 class TapeResult:
@@ -319,7 +323,12 @@ class Call:
         leaves = list(leaves_of(results))
         began = perf_counter()
         fetched = [leaf for leaf in leaves if leaf.placement == "payload"]
-        payloads, copying = await self.engine.download([leaf.value for leaf in fetched])
+        payloads: list[np.ndarray[Any, Any]] = []
+        copying = 0.0
+        if fetched:
+            payloads, copying = await self.engine.download([leaf.value for leaf in fetched])
+        else:
+            await self.engine.synchronize()
         self.timing.copy += copying
         self.timing.compute += perf_counter() - began - copying
         if tape is None and len(fetched) == len(leaves):
@@ -402,7 +411,7 @@ def leaves_of(results: Results) -> Iterator[Result]:
 
 async def laid_out_as(engine: Engine, like: Array, array: Array) -> Array:
     """`array` with the layout of `like`, which is row- or column-major."""
-    if array.flags.c_contiguous == like.flags.c_contiguous:
+    if array.strides == like.strides or array.flags.c_contiguous == like.flags.c_contiguous:
         return array
     copy = empty_like(engine, like)
     await engine.call(2 * array.nbytes, assign, copy, array)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -19,7 +18,6 @@ from matmuld_client.wire import Buffer, octets, pack, payload_head
 from msgpack import packb
 
 from .calls import Call, Chooser, Reply, Results, Runtime, Step, TapeResult, Timing, leaves_of
-from .engine.elementwise import assign, empty_like
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Launch, Operands, Plan
 from .engine.signature import Options
@@ -162,7 +160,7 @@ class Recording:
             same = [len(payload) for payload in call.payloads] == self._sizes
             if not self._placements or not same or not self._start(call.payloads, call.timing):
                 return None
-            return await call.deliver(fresh(call, self._results))
+            return await call.deliver(fresh(self._engine, self._results))
 
     @property
     def _is_capturable(self) -> bool:
@@ -261,7 +259,7 @@ class Recorder(Call):
             head = packb(self.header(results)) if payloads_only else b""
             self._recording.complete(self.payloads, self._residents, results, head)
             self._step.recording = self._recording
-            results = fresh(self, results)
+            results = fresh(self.engine, results)
         return await super().deliver(results, tape)
 
     def _fits(self, results: Results) -> bool:
@@ -273,16 +271,14 @@ class Recorder(Call):
         return not on_host and all(map(self.store.holds, self._residents))
 
 
-def fresh(call: Call, results: Results) -> Results:
+def fresh(engine: Engine, results: Results) -> Results:
     """`results` with copies of those arrays that are to be held."""
     copied: Results = {}
     for name, result in results.items():
         if isinstance(result, list):
-            copied[name] = [fresh(call, part) for part in result]
+            copied[name] = [fresh(engine, part) for part in result]
         elif result.placement == "payload":
             copied[name] = result
         else:
-            value = empty_like(call.engine, result.value)
-            call.engine.start([partial(assign, value, result.value)])
-            copied[name] = replace(result, value=value)
+            copied[name] = result.of(engine.duplicate(result.value))
     return copied

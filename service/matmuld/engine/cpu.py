@@ -251,6 +251,11 @@ class CpuEngine:
         await self.call(source.nbytes, float8.quantize, source, values, scale, amax)
         return Quantized(values, scale, amax)
 
+    def duplicate(self, array: Array) -> Array:
+        copy = elementwise.empty_like(self, array)
+        copy[...] = array
+        return copy
+
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)
         if source.nbytes <= self.brief_bytes:

@@ -53,7 +53,7 @@ SPIN_SECONDS = 0.002
 FLUSH_BYTES = 1 << 28
 FLUSHES = 4
 _TOO_LITTLE = "the GPU's or the host's memory does not suffice: {}"
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 
 
 class CudaEngine:
@@ -280,6 +280,13 @@ class CudaEngine:
         values = self.empty(source.shape, dtype)
         scale, amax = await self.call(source.nbytes, quantization.quantize, source, values)
         return Quantized(values, scale, amax)
+
+    def duplicate(self, array: Array) -> Array:
+        copy = elementwise.empty_like(self, array)
+        cupy.cuda.runtime.memcpyAsync(
+            copy.data.ptr, array.data.ptr, array.nbytes, _DEVICE_TO_DEVICE, self._stream.ptr
+        )
+        return copy
 
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         target = self.empty(source.shape, source.dtype)

@@ -220,6 +220,9 @@ class Engine(Protocol):
         is, and the values are then of no use. Raises OutOfMemory.
         """
 
+    def duplicate(self, array: Array) -> Array:
+        """A copy of a row- or column-major array, in its layout. Raises OutOfMemory."""
+
     async def upload(self, source: np.ndarray[Any, Any]) -> Array:
         """A row-major copy of host memory in the device. Raises OutOfMemory."""
 

@@ -127,8 +127,10 @@ class Product:
         )
 
     def execute(self) -> Any:
-        """nvmath's own way; D, or D and the auxiliary outputs."""
-        return self.matmul.execute()
+        """nvmath's own way, which leaves the null stream current; D, or D and what goes with it."""
+        result = self.matmul.execute()
+        self._gpu.stream.use()
+        return result
 
     def resetting(self, *, checked: bool) -> Callable[[], Any]:
         """The same with all operands given anew, each time."""
@@ -139,7 +141,7 @@ class Product:
 
         def execute() -> Any:
             reset(**operands)
-            return self.matmul.execute()
+            return self.execute()
 
         return execute
 
