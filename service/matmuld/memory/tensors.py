@@ -225,8 +225,9 @@ class TensorStore:
 
     def _release(self, resident: Resident) -> None:
         """Nothing reads or counts what it had any more."""
-        for reader in list(resident.readers):
-            reader.close()
+        if resident.readers:
+            for reader in list(resident.readers):
+                reader.close()
         for array in resident.arrays:
             key = resident.tenant, id(array)
             self._holders[key] -= 1
