@@ -351,14 +351,13 @@ def _fused_or_split(epilog: Epilog, fused: Way, split: Way) -> dict[str, Way]:
 async def pre_activation_gradient(call: Call, dy: Array, aux: Array, kind: AuxKind) -> Array:
     """dz ``[batch, out]`` = dy ⊙ activation'(z), from the layer's aux."""
     dz = call.empty(dy.shape, dy.dtype)
-    mask = call.engine.elementwise.pre_activation_gradient
-    await call.compute(4 * dy.nbytes, mask, kind, dy, aux, dz)
+    await call.compute(4 * dy.nbytes, call.engine.elementwise.masking(kind, dy, aux, dz))
     return dz
 
 
 async def bias_gradient(call: Call, dz: Array, dbias: Array | None) -> None:
     """dbias ``[out]`` = Σ dz over the batch."""
-    await call.compute(2 * dz.nbytes, call.engine.elementwise.sum_rows, dz, dbias)
+    await call.compute(2 * dz.nbytes, call.engine.elementwise.summing(dz, dbias))
 
 
 async def accumulate(call: Call, gradient: Array, old: Array, alpha: float, beta: float) -> Array:

@@ -27,7 +27,7 @@ from threadpoolctl import ThreadpoolController
 
 from ..store import Choices, InMemoryChoices
 from . import elementwise, float8
-from .elementwise import swap
+from .elementwise import in_turn, swap
 from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan, Quantized
 from .signature import Signature, Signer
 
@@ -80,7 +80,7 @@ class CpuPlan:
         if o.alpha != 1.0 or o.scale_a is not None or o.scale_b is not None:
             launches.append(partial(_scale, product, o))
         launches += elementwise.finishing(self._epilog, product, o)
-        return launches[0] if len(launches) == 1 else partial(_in_turn, launches)
+        return launches[0] if len(launches) == 1 else partial(in_turn, launches)
 
     def variants(self, operands: Operands) -> list[Launch]:
         return []
@@ -214,10 +214,10 @@ class CpuEngine:
             await self._in_thread(self._blas.run, launch)
 
     def start(self, launches: Sequence[Launch]) -> None:
-        self._quiet.run(_in_turn, launches)
+        self._quiet.run(in_turn, launches)
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        return partial(_in_turn, launches)
+        return partial(in_turn, launches)
 
     def intake(self, target: Array) -> Callable[[memoryview], None]:
         return partial(target.reshape(-1).view(np.uint8).data.__setitem__, slice(None))
@@ -311,14 +311,9 @@ def _alignment(array: Array) -> int:
     return int(array.itemsize)
 
 
-def _in_turn(launches: Sequence[Launch]) -> None:
-    for launch in launches:
-        launch()
-
-
 def _timed(launches: Sequence[Launch]) -> float:
     began = perf_counter()
-    _in_turn(launches)
+    in_turn(launches)
     return perf_counter() - began
 
 

@@ -28,12 +28,12 @@ from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import CUBLASLT, TABLE, Epilog
 from .float8 import FLOAT8, MULTIPLE, empty
 from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan, Quantized
-from .signature import Layout, Options, Signature, Signer
+from .signature import Layout, Signature, Signer
 from .split import (
     SplitPlan,
     StagedPlan,
-    accumulator,
     is_column_major,
+    product_of,
     stage,
     staging,
     without_epilog,
@@ -170,8 +170,8 @@ class CudaEngine:
             except Unsupported:
                 if signature.epilog is Epilog.NONE and signature.c is None:
                     raise
-        plain = self._plain(signature.options, operands)
-        return SplitPlan(cupy, kernels.finish, signature.epilog, plain)
+        plain = self._plain(signature, operands)
+        return SplitPlan(cupy, kernels.finishing, signature.epilog, plain)
 
     def _whole(self, signature: Signature, operands: Operands) -> Plan:
         """Fused, with those inputs staged that cuBLASLt cannot or will not read as they lie."""
@@ -188,12 +188,12 @@ class CudaEngine:
         dense = self.signature(copies, signature.epilog, signature.options)
         return StagedPlan(cupy, self._fused(dense, copies), names)
 
-    def _plain(self, options: Options, operands: Operands) -> Plan:
-        """The product alone, into the accumulator's type, which COMPUTE_16F cannot write."""
-        options = options._replace(split=False)
+    def _plain(self, signature: Signature, operands: Operands) -> Plan:
+        """The product alone; COMPUTE_16F cannot write the accumulator's type."""
+        options = signature.options._replace(split=False)
         if options.compute_type.startswith("COMPUTE_16F"):
             options = options._replace(compute_type="COMPUTE_32F")
-        product = without_epilog(operands, accumulator(cupy, operands.d))
+        product = without_epilog(operands, product_of(cupy, signature.epilog, operands))
         return self._choose(self.signature(product, Epilog.NONE, options), product)
 
     def _fused(self, signature: Signature, operands: Operands) -> Plan:

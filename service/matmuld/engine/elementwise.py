@@ -7,7 +7,7 @@ is that of NaN; ReLU passes NaN on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,16 +86,24 @@ def activation_gradient(kind: AuxKind, gradient: Array, aux: Array) -> Array:
     return gradient * derivative(aux[..., :m, :].astype(gradient.dtype))
 
 
-def pre_activation_gradient(kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
-    """dz = dy ⊙ activation'(z) for matrices ``[batch, out]``, from the aux of z."""
+def masking(kind: AuxKind, dy: Array, aux: Array, dz: Array) -> Launch:
+    """dz = dy ⊙ activation'(z) for matrices ``[batch, out]``, from the aux of z; bound."""
+    return partial(_mask, kind, dy, aux, dz)
+
+
+def _mask(kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
     dtype = accumulator_dtype(dy.dtype)
     for part in tiles(dy.T):
         gradient = dy.T[:, part].astype(dtype)
         dz.T[:, part] = activation_gradient(kind, gradient, aux[:, part])
 
 
-def sum_rows(matrix: Array, sums: Array) -> None:
-    """sums ``[out]`` = Σ matrix ``[batch, out]``"""
+def summing(matrix: Array, sums: Array) -> Launch:
+    """sums ``[out]`` = Σ matrix ``[batch, out]``; bound."""
+    return partial(_sum_rows, matrix, sums)
+
+
+def _sum_rows(matrix: Array, sums: Array) -> None:
     dtype = accumulator_dtype(matrix.dtype)
     sums[...] = matrix.astype(dtype, copy=False).sum(axis=0)
 
@@ -106,6 +114,12 @@ def tiles(array: Array) -> Iterator[slice]:
     step = max(TILE_BYTES * columns // max(array.nbytes, 1), 1)
     for start in range(0, columns, step):
         yield slice(start, start + step)
+
+
+def in_turn(launches: Sequence[Launch]) -> None:
+    """Make these launches one after the other."""
+    for launch in launches:
+        launch()
 
 
 def finishing(epilog: Epilog, product: Array, operands: Operands) -> list[Launch]:

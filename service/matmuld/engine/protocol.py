@@ -115,17 +115,20 @@ class Plan(Protocol):
 
 
 class Elementwise(Protocol):
-    """Elementwise steps on a device's arrays, written out in `elementwise`."""
+    """Elementwise steps bound to a device's arrays, written out in `elementwise`.
 
-    def finish(self, epilog: Epilog, product: Array, operands: Operands) -> None:
-        """Apply `epilog` to ``product = alpha · a @ b``, in the accumulator's type, and write every
-        output.
+    Binding is brief; the first launch may take long, to compile.
+    """
+
+    def finishing(self, epilog: Epilog, product: Array, operands: Operands) -> list[Launch]:
+        """What applies `epilog` to ``product = alpha · a @ b``, in the accumulator's type, and
+        writes every output.
         """
 
-    def pre_activation_gradient(self, kind: AuxKind, dy: Array, aux: Array, dz: Array) -> None:
+    def masking(self, kind: AuxKind, dy: Array, aux: Array, dz: Array) -> Launch:
         """dz = dy ⊙ activation'(z) for matrices ``[batch, out]``, from the aux of z."""
 
-    def sum_rows(self, matrix: Array, sums: Array) -> None:
+    def summing(self, matrix: Array, sums: Array) -> Launch:
         """sums ``[out]`` = Σ matrix ``[batch, out]``"""
 
 

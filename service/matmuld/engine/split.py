@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from . import elementwise
-from .epilogs import Epilog
+from .elementwise import in_turn
+from .epilogs import TABLE, Epilog
 from .float8 import empty, is_float8
 from .protocol import Array, Launch, Operands, Plan
 
 
 class SplitPlan:
-    """A plain product into the accumulator's type, then the epilog as elementwise passes."""
+    """A plain product, then the epilog as elementwise passes."""
 
     path = "split"
 
     def __init__(
         self,
         xp: Any,
-        finish: Callable[[Epilog, Array, Operands], None],
+        finishing: Callable[[Epilog, Array, Operands], list[Launch]],
         epilog: Epilog,
         plain: Plan,
     ) -> None:
-        """`finish` is `elementwise.finish` for the arrays of `xp`."""
+        """`finishing` is `elementwise.finishing` for the arrays of `xp`."""
         self._xp = xp
-        self._finish = finish
+        self._finishing = finishing
         self._epilog = epilog
         self._plain = plain
         self.nbytes = plain.nbytes
@@ -37,18 +39,12 @@ class SplitPlan:
             self.path = f"split, {plain.path}"
 
     def _product(self, operands: Operands) -> Operands:
-        product = accumulator(self._xp, operands.d)
-        return without_epilog(operands, product)
+        return without_epilog(operands, product_of(self._xp, self._epilog, operands))
 
     def bind(self, operands: Operands, *, aside: bool = False) -> Launch:
         plain = self._product(operands)
-        product, multiply = plain.d, self._plain.bind(plain, aside=aside)
-
-        def launch() -> None:
-            multiply()
-            self._finish(self._epilog, product, operands)
-
-        return launch
+        multiply = self._plain.bind(plain, aside=aside)
+        return partial(in_turn, [multiply, *self._finishing(self._epilog, plain.d, operands)])
 
     def variants(self, operands: Operands) -> list[Launch]:
         return self._plain.variants(self._product(operands))
@@ -110,14 +106,24 @@ def is_column_major(array: Array) -> bool:
     return bool(array.ndim > 1 and array.strides[-2] < array.strides[-1])
 
 
-def accumulator(xp: Any, d: Array) -> Array:
-    """D itself if it has the accumulator's type, else an array of that type with D's layout."""
+def product_of(xp: Any, epilog: Epilog, operands: Operands) -> Array:
+    """D itself if the product may be rounded before the epilog, else an array of the accumulator's
+    type with D's layout.
+    """
+    d = operands.d
     dtype = elementwise.accumulator_dtype(np.dtype(d.dtype))
-    if d.dtype == dtype:
+    if d.dtype == dtype or (operands.c is None and commutes_with_rounding(epilog)):
         return d
     if is_column_major(d):
         return elementwise.swap(xp.empty(elementwise.swap(d).shape, dtype))
     return xp.empty(d.shape, dtype)
+
+
+def commutes_with_rounding(epilog: Epilog) -> bool:
+    """Whether D is the same if the product is rounded first: it is kept or set to 0."""
+    row = TABLE[epilog]
+    kept_or_0 = row.activation in ("none", "relu") and row.aux_in in (None, "relu_aux")
+    return kept_or_0 and not row.bias and row.aux_out is None
 
 
 def without_epilog(operands: Operands, product: Array) -> Operands:
