@@ -162,11 +162,6 @@ class Recording:
                 return None
             return await call.deliver(fresh(self._engine, self._results))
 
-    @property
-    def _is_capturable(self) -> bool:
-        fused = sum(plan is not None and plan.path == "fused" for _, plan in self._plans)
-        return 1 < len(self._launches) == fused
-
     def _start(self, payloads: Sequence[memoryview], timing: Timing) -> bool:
         """Start everything, unless a tensor has expired, a plan is in use or gone, or the payloads
         are not as they were.
@@ -191,7 +186,7 @@ class Recording:
         for entry, _ in self._plans:
             self._recordings.pool.touch(entry)
         self._replays += 1
-        if self._replays == CAPTURED_AT and self._is_capturable:
+        if self._replays == CAPTURED_AT and len(self._launches) > 1:
             self._launches = [self._engine.capture(self._launches)]
         for index, take in self._fills:
             take(payloads[index])

@@ -377,7 +377,9 @@ class CudaEngine:
 
 
 def _kind(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """What a kernel is compiled for."""
+    """What is compiled when it is called for the first time."""
+    if bound := kernels.kernels_of(function):
+        return bound
     operands = (getattr(function, "__self__", None), *args)
     looks = [
         (array.dtype.num, array.ndim, array.flags.c_contiguous, array.flags.f_contiguous)

@@ -229,7 +229,7 @@ def _fits(width: int, inners: int, itemsize: int, matrix: _Matrix) -> bool:
 class _Bound:
     """A launch of a kernel, on the stream that is then current."""
 
-    __slots__ = ("_function", "_held", "_kernel", "_pointers", "_shape")
+    __slots__ = ("_function", "_held", "_pointers", "_shape", "kernel")
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _Bound:
     ) -> None:
         """`arrays` are what the arguments point to."""
         pointers = (c_void_p * 1)(addressof(arguments))
-        self._kernel = kernel
+        self.kernel = kernel
         self._function = 0
         self._shape = blocks, 1, 1, *threads, 1, 0
         self._pointers = addressof(pointers)
@@ -249,9 +249,18 @@ class _Bound:
 
     def __call__(self) -> None:
         if not self._function:
-            self._function = self._kernel.kernel.ptr
+            self._function = self.kernel.kernel.ptr
         stream = cupy.cuda.get_current_stream().ptr
         driver.launchKernel(self._function, *self._shape, stream, self._pointers, 0)
+
+
+def kernels_of(launch: Launch) -> tuple[object, ...]:
+    """What a bound launch compiles when it is made for the first time."""
+    if isinstance(launch, _Bound):
+        return (launch.kernel,)
+    if isinstance(launch, partial) and launch.func is in_turn:
+        return tuple(kernel for part in launch.args[0] for kernel in kernels_of(part))
+    return ()
 
 
 @cache

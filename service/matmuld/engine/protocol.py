@@ -201,7 +201,7 @@ class Engine(Protocol):
         """Make brief launches, one after the other, at once."""
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        """One launch for several of fused plans, on the same memory."""
+        """One launch for several that have been made before, on memory of their own."""
 
     def intake(self, target: Array) -> Callable[[memoryview], None]:
         """What fills a row-major array with bytes, as often as it is called."""
