@@ -54,8 +54,8 @@ class Tunable(Protocol):
         """By name; the first is taken until another is known to be better."""
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        """The fields that are written."""
+    def outputs(self) -> dict[str, Array]:
+        """The numbers that are written; of masks a bit may differ where z is near 0."""
 
     def _asdict(self) -> dict[str, Any]: ...
 
@@ -90,6 +90,7 @@ class Runtime:
     """What all requests share.
 
     Attributes:
+        deterministic: whether every result is to have the same bits every time.
         active: requests at work.
         served: requests that have come, since the start.
     """
@@ -99,6 +100,7 @@ class Runtime:
     store: TensorStore
     choices: Choices
     tuner: Chooser = field(default_factory=FirstWay)
+    deterministic: bool = False
     active: int = 0
     served: int = 0
 

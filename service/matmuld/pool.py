@@ -32,9 +32,11 @@ class Entry:
     """A signature's place in the pool.
 
     Attributes:
-        owner: the tenant who was the first to need it; all tenants use it.
+        owner: the tenant who was the first to need it, none yet if it is empty; all tenants use it.
         plan: None while it is being made, and after it was freed.
         in_use: whether somebody has the plan; whoever gives it back hands it to the first waiter.
+        successor: what is to take the plan's place when it comes back.
+        seconds: what a run takes on the device, if that was measured.
     """
 
     id: str
@@ -45,6 +47,8 @@ class Entry:
     waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
     hits: int = 0
     planning_seconds: float = 0.0
+    successor: Plan | None = None
+    seconds: float | None = None
 
     @property
     def idle(self) -> bool:
@@ -133,6 +137,7 @@ class PlanPool:
         """The place of `signature`; if it is new, its plan is being made."""
         entry = self._entries.get(signature)
         if entry is not None:
+            entry.owner = entry.owner or owner
             self.touch(entry)
             return entry
         self.stats.misses += 1
@@ -152,23 +157,34 @@ class PlanPool:
         """The place of `signature`, if there is one; this is no use of it."""
         return self._entries.get(signature)
 
-    def adopt(self, signature: Signature, plan: Plan) -> bool:
-        """Use `plan` for a signature from now on; whether another was held, and is freed. A plan in
-        use stays, and the new one is freed.
+    def adopt(self, signature: Signature, plan: Plan, seconds: float | None) -> None:
+        """Use a plan that was made elsewhere from now on, unless the one here is made alike; one in
+        use is exchanged when it comes back. `seconds`: what a run takes, if that is known.
         """
         entry = self._entries.get(signature)
         if entry is None:
             entry = self._entries[signature] = Entry(secrets.token_hex(6), signature, "", plan)
+            entry.in_use = False
+            self.stats.planned += 1
             self._nbytes += plan.nbytes
-            self.give_back(entry)
-            return False
-        if not entry.idle or entry.plan is None:
+            self._trim()
+        elif entry.plan is not None and entry.plan.record() == plan.record():
             plan.close()
-            return False
-        self._nbytes += plan.nbytes - entry.plan.nbytes
+        else:
+            if entry.successor is not None:
+                entry.successor.close()
+            entry.successor = plan
+            if entry.idle:
+                self._succeed(entry)
+        entry.seconds = seconds
+
+    def _succeed(self, entry: Entry) -> None:
+        """Exchange a plan that nobody uses."""
+        assert entry.plan is not None
+        assert entry.successor is not None
+        self._nbytes += entry.successor.nbytes - entry.plan.nbytes
         entry.plan.close()
-        entry.plan = plan
-        return True
+        entry.plan, entry.successor = entry.successor, None
 
     async def wait(self, entry: Entry) -> None:
         """Return once the plan is the caller's."""
@@ -189,6 +205,8 @@ class PlanPool:
         except BaseException as error:
             self.stats.failed += 1
             del self._entries[entry.signature]
+            if entry.successor is not None:
+                entry.successor.close()
             for turn in entry.waiters:
                 if not turn.done():
                     turn.set_exception(error)
@@ -201,6 +219,8 @@ class PlanPool:
 
     def give_back(self, entry: Entry) -> None:
         """The user of `entry` is done with it; the next in line has it."""
+        if entry.successor is not None:
+            self._succeed(entry)
         while entry.waiters:
             turn = entry.waiters.popleft()
             if not turn.done():
@@ -245,16 +265,20 @@ class PlanPool:
     def describe(self, entry: Entry) -> dict[str, Any]:
         """One planned entry, for people."""
         assert entry.plan is not None
-        return {
+        flops, seconds = entry.signature.flops, entry.seconds
+        described = {
             "id": entry.id,
             "owner": entry.owner,
             **entry.signature.describe(),
             "path": entry.plan.path,
-            "flops": entry.signature.flops,
+            "flops": flops,
             "hits": entry.hits,
             "nbytes": entry.plan.nbytes,
             "planning_ms": round(entry.planning_seconds * 1e3, 3),
         }
+        if seconds is not None:
+            described["tflops"] = round(flops / seconds / 1e12, 3)
+        return described
 
     async def close(self) -> None:
         """Wait for planning in progress and free every plan."""

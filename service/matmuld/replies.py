@@ -121,6 +121,26 @@ class Plan(Reply):
     hits: int
     nbytes: int
     planning_ms: float
+    tflops: float | None = None
+
+
+class Strategy(Reply):
+    """How one kind of step is done, and the median times of its ways."""
+
+    step: str
+    activation: str | None = None
+    kind: str | None = None
+    epilog: str | None = None
+    compute_type: str
+    fast_accumulation: bool | None = None
+    sm_count_target: int | None = None
+    reduction_scheme_mask: int | None = None
+    numerical_impl_mask: int | None = None
+    deterministic: bool | None = None
+    operands: dict[str, str]
+    way: str
+    settled: bool
+    median_us: dict[str, float]
 
 
 class PoolStats(Reply):
@@ -137,6 +157,7 @@ class PoolStats(Reply):
 
 class Plans(Reply):
     plans: list[Plan]
+    strategies: list[Strategy]
     stats: PoolStats
 
 

@@ -60,7 +60,7 @@ class Service:
         pool = PlanPool(engine, settings.plans, settings.plan_bytes)
         choices = _open_choices(settings.plan_store, engine)
         engine.choices = choices
-        runtime = Runtime(engine, pool, store, choices)
+        runtime = Runtime(engine, pool, store, choices, deterministic=settings.deterministic)
         tuner = Tuner(runtime, _mode(settings, engine), settings.autotune_s, settings.strategies)
         runtime.tuner = tuner
         service = cls(settings, runtime, tuner)
@@ -91,12 +91,17 @@ class Service:
 
     def inputs(self, tenant: str, payload_limit: int = PAYLOAD_LIMIT) -> Inputs:
         """The tensors of a header of `tenant`'s, whose reply's payloads are limited so."""
-        deterministic = self.settings.deterministic
-        return Inputs(self.runtime.store, tenant, payload_limit, deterministic=deterministic)
+        runtime = self.runtime
+        return Inputs(runtime.store, tenant, payload_limit, deterministic=runtime.deterministic)
 
     def start(self, steps: Sequence[Step]) -> None:
         """Rehearse `steps`; the service is `starting` until that is done."""
         self._warming = asyncio.create_task(self._warm(steps))
+        self.runtime.active += 1
+        self._warming.add_done_callback(self._warmed)
+
+    def _warmed(self, warming: asyncio.Task[None]) -> None:
+        self.runtime.active -= 1
 
     @property
     def starting(self) -> bool:

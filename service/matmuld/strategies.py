@@ -46,8 +46,9 @@ class Forward(NamedTuple):
         return epilogs.forward(self.activation, bias=bias, aux=aux)
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("y",)
+    def outputs(self) -> dict[str, Array]:
+        aux = None if self.aux is None else self.aux[: self.y.shape[1]]
+        return _numbers(y=self.y, aux=aux)
 
     @property
     def ways(self) -> dict[str, Way]:
@@ -105,8 +106,8 @@ class InputGradient(NamedTuple):
     dbias: Array | None = None
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("dx", "dbias")
+    def outputs(self) -> dict[str, Array]:
+        return _numbers(dx=self.dx, dbias=self.dbias)
 
     @property
     def ways(self) -> dict[str, Way]:
@@ -164,8 +165,8 @@ class WeightGradient(NamedTuple):
     beta: float = 0.0
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("dweight", "dbias")
+    def outputs(self) -> dict[str, Array]:
+        return _numbers(dweight=self.dweight, dbias=self.dbias)
 
     @property
     def ways(self) -> dict[str, Way]:
@@ -242,8 +243,8 @@ class HiddenGradient(NamedTuple):
     beta: float = 0.0
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("dx", "dweight", "dbias")
+    def outputs(self) -> dict[str, Array]:
+        return _numbers(dx=self.dx, dweight=self.dweight, dbias=self.dbias)
 
     @property
     def ways(self) -> dict[str, Way]:
@@ -313,8 +314,13 @@ class Product(NamedTuple):
     b_scale: Array | None = None
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("d",)
+    def outputs(self) -> dict[str, Array]:
+        row = TABLE[self.epilog]
+        vector = None if row.gradient is None else self.vector
+        aux = None
+        if row.aux_out is not None and self.aux is not None:
+            aux = self.aux[..., : self.d.shape[-2], :]
+        return _numbers(d=self.d, vector=vector, aux=aux)
 
     @property
     def ways(self) -> dict[str, Way]:
@@ -341,6 +347,15 @@ async def _product(call: Call, step: Product, *, split: bool = False) -> None:
 
 async def _product_split(call: Call, step: Product) -> None:
     await _product(call, step, split=True)
+
+
+def _numbers(**arrays: Array | None) -> dict[str, Array]:
+    """Those that there are, but for masks."""
+    return {
+        name: array
+        for name, array in arrays.items()
+        if array is not None and array.dtype != np.uint8
+    }
 
 
 def _fused_or_split(epilog: Epilog, fused: Way, split: Way) -> dict[str, Way]:

@@ -152,7 +152,9 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
         return self._channel.post("/v1/plans/warm", {"requests": entries})[0]
 
     def plans(self) -> dict[str, Any]:
-        """The planned products, under "plans", and counters of the pool, under "stats"."""
+        """The planned products, under "plans"; the ways chosen to do steps, and what they were
+        measured to take, under "strategies"; and counters of the pool, under "stats".
+        """
         return self._channel.get("/v1/plans")[0]
 
     def evict_plans(self, id: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Whether two algorithms agree on a product: what a remembered one must pass."""
+"""Whether two algorithms, or two ways, agree: what another than the first must pass."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def tolerance(operand: str, dtype: str, options: Options) -> float:
     compute_type = options.compute_type
     rough = "FAST" in compute_type or "16F" in compute_type or operand in FLOAT8
     return max(own, _ROUGH) if rough else own
+
+
+def poison(array: Array) -> None:
+    """Fill with NaN, so that what is not written is found out."""
+    bits = array.view(f"u{array.itemsize}")
+    bits[...] = bits.dtype.type(np.iinfo(bits.dtype).max)
 
 
 def difference(xp: Any, expected: Array, got: Array) -> float:

@@ -30,7 +30,7 @@ from nvmath.linalg.advanced import (
 )
 from nvmath.linalg.advanced import MatmulReductionScheme as ReductionScheme
 
-from .agreement import difference, tolerance
+from .agreement import difference, poison, tolerance
 from .epilogs import TABLE, Epilog
 from .float8 import MULTIPLE, is_float8
 from .protocol import Array, Disagreement, Launch, Operands
@@ -267,6 +267,8 @@ class FusedPlan:
         with on.stream:
             self._bind(trial, on, self._algorithm)()
             expected = {name: array.copy(order="K") for name, array in outputs.items()}
+            for array in outputs.values():
+                poison(array)
             self._bind(trial, on, algorithm)()
             found = {
                 name: difference(cupy, expected[name], array) for name, array in outputs.items()

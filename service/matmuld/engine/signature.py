@@ -50,6 +50,13 @@ class Options(NamedTuple):
     deterministic: bool = False
     split: bool = False
 
+    def describe(self) -> dict[str, Any]:
+        """For people: those that are not the default."""
+        defaults = self._field_defaults
+        return {
+            name: value for name, value in self._asdict().items() if value != defaults.get(name)
+        }
+
 
 class Signature(NamedTuple):
     """Pointers, alpha and beta may change between runs of a plan and stay out; C has the layout of
@@ -87,12 +94,10 @@ class Signature(NamedTuple):
         return 2 * batch * self.d.shape[-2] * self.d.shape[-1] * self.a.shape[-1]
 
     def describe(self) -> dict[str, Any]:
-        """For people: the operands that there are, and the options that are not the default."""
-        defaults = Options._field_defaults
-        options = self.options._asdict().items()
+        """For people: the operands that there are, and what options say."""
         return {
             "epilog": self.epilog.value,
-            **{name: value for name, value in options if value != defaults.get(name)},
+            **self.options.describe(),
             "operands": {
                 name: str(part)
                 for name, part in zip(self._fields, self, strict=True)

@@ -12,10 +12,13 @@ from .warming import prepared
 
 
 async def plans(service: Service, exchange: Exchange) -> None:
-    """The plans held, least recently used first, and the pool's counters."""
+    """The plans held and the ways chosen, least recently used first, and the pool's counters."""
     pool = service.runtime.pool
     described = [pool.describe(entry) for entry in pool]
-    await exchange.reply({"plans": described, "stats": service.pool_stats()})
+    strategies = service.tuner.describe()
+    await exchange.reply(
+        {"plans": described, "strategies": strategies, "stats": service.pool_stats()}
+    )
 
 
 async def warm(service: Service, exchange: Exchange) -> None:

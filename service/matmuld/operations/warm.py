@@ -27,7 +27,9 @@ def prepare(runtime: Runtime, tenant: str, operation: str, header: Header) -> St
     Raises:
         RequestError: the request itself would be refused.
     """
-    return OPERATIONS[operation][1](Inputs(runtime.store, tenant, sourceless=True), header)
+    deterministic = runtime.deterministic
+    inputs = Inputs(runtime.store, tenant, sourceless=True, deterministic=deterministic)
+    return OPERATIONS[operation][1](inputs, header)
 
 
 async def rehearse(runtime: Runtime, tenant: str, step: Step) -> None:
