@@ -28,6 +28,7 @@ from .recordings import Recorder, Recordings
 from .settings import Settings
 from .steps import Steps
 from .store import Choices, InMemoryChoices, PlanStore
+from .strategies import NAMES
 from .tuner import Mode, Tuner
 
 log = logging.getLogger("matmuld")
@@ -51,8 +52,17 @@ class Service:
     @classmethod
     @asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator[Service]:
-        """A service on the running loop; everything it holds is freed at the end."""
-        engine = open_engine(settings.device, settings.memory_limit)
+        """A service on the running loop; everything it holds is freed at the end.
+
+        Raises:
+            RuntimeError: the device is missing, or a strategy is unknown.
+        """
+        for name in settings.strategies:
+            if name not in NAMES:
+                raise RuntimeError(f"strategies: expected {', '.join(NAMES)}, got {name!r}")
+        engine = open_engine(
+            settings.device, settings.memory_limit, lean_launch=settings.lean_launch
+        )
         quota = settings.tenant_bytes
         if quota is None:
             quota = int(engine.memory().total * 0.8)

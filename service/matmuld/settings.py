@@ -51,7 +51,7 @@ def _address(value: str) -> str:
 
 
 def _separated(value: object) -> object:
-    """Addresses with commas between them, as the environment has them."""
+    """Values with commas between them, as the environment has them."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
@@ -139,8 +139,8 @@ class Settings(Stored):
     )
     autotune: Literal["off", "lazy", "eager"] | None = Field(
         default=None,
-        description="measure which way and algorithm is best for a signature: never, while nothing "
-        "else is to be done, or before its first request is answered; None: lazy on a GPU",
+        description="measure which way and algorithm is best for a signature: never; when there is "
+        "nothing else to do; or before its first request is answered. None: lazy on a GPU, else off",
     )
     autotune_s: float = Field(
         default=0.25,
@@ -148,11 +148,17 @@ class Settings(Stored):
         allow_inf_nan=False,
         description="seconds of measuring for each comparison",
     )
-    strategies: list[str] = Field(
-        default=[], description="ways to take wherever there are such, measured or not"
+    strategies: Annotated[list[str], NoDecode, BeforeValidator(_separated)] = Field(
+        default=[],
+        description="ways to take, unmeasured, wherever there are such; may be repeated",
     )
     deterministic: bool = Field(
         default=False, description="every result has the same bits every time"
+    )
+    lean_launch: bool = Field(
+        default=True,
+        description="on a GPU, start products by cuBLASLt's bare binding if its self-test passes; "
+        "else by nvmath's execute, which takes the host longer",
     )
     recording_bytes: int = Field(
         default=1 << 28,

@@ -22,6 +22,13 @@ from .engine.protocol import Array, Operands
 from .engine.signature import Options
 
 
+NAMES = (
+    *("direct", "transposed", "fused", "split", "masked+sum", "bgrad", "bgradb", "sum", "gemv"),
+    *("bgrada", "masked+bgradb", "split+bgradb"),
+)
+"""Of all ways of all steps."""
+
+
 class Forward(NamedTuple):
     """y ``[batch, out]`` = activation(alpha · x·weightᵀ + beta · c + bias), and the aux if there is
     an array for it. 8-bit floats always run transposed, where the batch may have any size.

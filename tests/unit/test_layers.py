@@ -33,7 +33,8 @@ RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 CUDA = ("cuda", "cupy", "cupyx", "nvmath")
 CUDA_MODULES = tuple(
-    f"matmuld.engine{name}" for name in ("", ".cublaslt", ".cuda", ".kernels", ".quantization")
+    f"matmuld.engine{name}"
+    for name in ("", ".cublaslt", ".cuda", ".executed", ".kernels", ".quantization")
 )
 CUDA_PACKAGES = ("matmuld.cli.bench.gpu",)
 SHARED_WITH_THE_CLIENT = ("matmuld_client.errors", "matmuld_client.wire")

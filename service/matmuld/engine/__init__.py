@@ -6,9 +6,11 @@ from .cpu import CpuEngine
 from .protocol import Engine
 
 
-def open_engine(device: str, memory_limit: int | None = None) -> Engine:
+def open_engine(
+    device: str, memory_limit: int | None = None, *, lean_launch: bool = True
+) -> Engine:
     """The engine of `device`: `cpu`, `cuda:N`, or `auto`, which takes the first GPU if there is
-    one.
+    one; `lean_launch` is that of `CudaEngine`.
 
     Raises:
         RuntimeError: the device, or a library that it needs, is missing.
@@ -23,7 +25,7 @@ def open_engine(device: str, memory_limit: int | None = None) -> Engine:
         raise RuntimeError(f"device {device} was asked for, {count} CUDA devices are usable")
     from .cuda import CudaEngine
 
-    return CudaEngine(ordinal)
+    return CudaEngine(ordinal, lean_launch=lean_launch)
 
 
 def cuda_devices() -> int:

@@ -108,13 +108,13 @@ class FusedPlan:
         self._signature = signature
         self._row = TABLE[signature.epilog]
         self._is_scaled = is_float8(operands.a.dtype)
-        ragged = self._is_scaled and signature.d.shape[-1] % MULTIPLE
+        self._ragged = self._is_scaled and signature.d.shape[-1] % MULTIPLE != 0
         b, d = operands.b, operands.d
         try:
             self._matmul = matmul = Matmul(
                 operands.a,
-                _rounded_up(b) if ragged else b,
-                _rounded_up(d) if ragged else d,
+                rounded_up(b) if self._ragged else b,
+                rounded_up(d) if self._ragged else d,
                 beta=0.0,
                 options=_options(signature, main),
                 stream=planning.stream,
@@ -129,9 +129,7 @@ class FusedPlan:
                 epilog_inputs=self._epilog_inputs(operands),
                 stream=planning.stream,
             )
-            self._keep(matmul)
-            if ragged:
-                self._algorithms = self._for_columns(signature.d.shape[-1])
+            self._keep(matmul, operands)
             self._algorithm = self._first_that_runs(operands)
             if record is not None:
                 self._restore(record, operands)
@@ -151,7 +149,7 @@ class FusedPlan:
             inputs[self._row.aux_in] = operands.aux
         return inputs or None
 
-    def _keep(self, matmul: Any) -> None:
+    def _keep(self, matmul: Any, operands: Operands) -> None:
         self._algorithms = matmul.algorithms_buffer
         self._descriptor = matmul.mm_desc
         self._layouts = (
@@ -166,6 +164,8 @@ class FusedPlan:
         self._set_aux = matmul.mm_desc_ifc.set_epilogue_aux_pointer_unchecked
         self._set_scale_a = matmul.mm_desc_ifc.set_a_scale_pointer_unchecked
         self._set_scale_b = matmul.mm_desc_ifc.set_b_scale_pointer_unchecked
+        if self._ragged:
+            self._algorithms = self._for_columns(operands.d.shape[-1])
 
     def _for_columns(self, columns: int) -> Any:
         """Algorithms for `columns` columns of B and D instead of those planned for."""
@@ -188,16 +188,20 @@ class FusedPlan:
 
     def _first_that_runs(self, operands: Operands) -> int:
         """Try the candidates on the planning stream; this also loads the kernels."""
-        self._untried = [
-            int(result["algo"].ctypes.data)
-            for result in self._algorithms
-            if int(result["workspace_size"].item()) <= self._planning.workspace_bytes
-        ]
+        self._untried = self._candidates()
         while self._untried:
             algorithm = self._untried.pop(0)
             if self._runs(operands, algorithm):
                 return algorithm
         raise RuntimeError("none of the heuristic's algorithms runs")
+
+    def _candidates(self) -> list[int]:
+        """Addresses of the algorithms that the workspace suffices for."""
+        return [
+            int(result["algo"].ctypes.data)
+            for result in self._algorithms
+            if int(result["workspace_size"].item()) <= self._planning.workspace_bytes
+        ]
 
     def _runs(self, operands: Operands, algorithm: int) -> bool:
         try:
@@ -351,11 +355,26 @@ class FusedPlan:
 
         return launch
 
+    def execute_beside(self, operands: Operands, d: Array) -> dict[str, Array]:
+        """The same product into `d`, by nvmath's `execute` and the same algorithm; the auxiliary
+        outputs.
+        """
+        matmul, on, o = self._matmul, self._main, operands
+        addresses = [int(result["algo"].ctypes.data) for result in self._algorithms]
+        algorithm = matmul.algorithms[addresses.index(self._algorithm)]
+        inputs, stream = self._epilog_inputs(o), on.stream
+        matmul.reset_operands(
+            a=o.a, b=o.b, c=d, alpha=1.0, beta=0.0, epilog_inputs=inputs, stream=stream
+        )
+        _, extras = matmul.execute(algorithm=algorithm, stream=stream)
+        matmul.release_operands()
+        return dict(extras)
+
     def close(self) -> None:
         self._matmul.free()
 
 
-def _rounded_up(matrix: Array) -> Array:
+def rounded_up(matrix: Array) -> Array:
     """A column-major matrix that claims to have as many columns as nvmath wants of 8-bit operands.
     cuBLASLt itself takes any number, so that the plan is then made for the true one.
     """

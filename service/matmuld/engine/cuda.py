@@ -8,6 +8,7 @@ which may compile, on threads.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -26,6 +27,7 @@ from ..store import Choices, InMemoryChoices
 from . import cublaslt, elementwise, kernels, quantization
 from .cublaslt import FusedPlan, Launcher, Unsupported
 from .epilogs import CUBLASLT, TABLE, Epilog
+from .executed import ExecutedPlan, fault_of_bare_launch
 from .float8 import FLOAT8, MULTIPLE, empty
 from .protocol import Array, Elementwise, Launch, Memory, Operands, Plan, Quantized
 from .signature import Layout, Signature, Signer
@@ -38,6 +40,8 @@ from .split import (
     staging,
     without_epilog,
 )
+
+log = logging.getLogger("matmuld")
 
 T = TypeVar("T")
 
@@ -64,7 +68,10 @@ class CudaEngine:
     alignment = cublaslt.ALIGNMENT
     brief_bytes = 1 << 62
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, *, lean_launch: bool = True) -> None:
+        """`lean_launch`: products by the bare binding, unless a self-test finds it wrong; else all
+        by nvmath's `execute`, which takes the host five times as long.
+        """
         cublaslt.check_version()
         self.name = f"cuda:{ordinal}"
         self._device = cupy.cuda.Device(ordinal)
@@ -85,6 +92,13 @@ class CudaEngine:
         self.choices: Choices = InMemoryChoices()
         self._events: list[Any] = []
         self._compiled: set[tuple[Any, ...]] = set()
+        self._is_lean = lean_launch and self._may_launch()
+
+    def _may_launch(self) -> bool:
+        fault = fault_of_bare_launch(self._main, self._planning, self.signature)
+        if fault is not None:
+            log.warning("products are run by nvmath's execute, a bare launch is wrong: %s", fault)
+        return fault is None
 
     def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
         def bind() -> None:
@@ -107,6 +121,7 @@ class CudaEngine:
             "cublaslt": cublaslt.version(),
             "cupy": cupy.__version__,
             "nvmath": nvmath.__version__,
+            "launch": "lean" if self._is_lean else "execute",
         }
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -198,6 +213,8 @@ class CudaEngine:
 
     def _fused(self, signature: Signature, operands: Operands) -> Plan:
         """By the algorithm that was measured in an earlier run, if there is one."""
+        if not self._is_lean:
+            return ExecutedPlan(signature, operands, self._main, self._planning)
         key = signature.text
         record = self.choices.get("algorithm", key)
         plan = FusedPlan(signature, operands, self._main, self._planning, record)

@@ -77,8 +77,9 @@ class Plan(Protocol):
     def path(self) -> str:
         """How the product is carried out.
 
-        `numpy`; `fused` by cuBLASLt, or `split` into a plain product and elementwise passes;
-        `staged` if inputs are first copied into a layout that cuBLASLt can read.
+        `numpy`; `fused` by cuBLASLt, `executed` if it is nvmath's `execute` that runs that, or
+        `split` into a plain product and elementwise passes; `staged` if inputs are first copied
+        into a layout that cuBLASLt can read.
         """
 
     @property
