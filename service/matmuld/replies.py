@@ -170,6 +170,22 @@ class Evicted(Reply):
     evicted: int
 
 
+class Autotune(Reply):
+    """How ways are chosen, and how many were: `settled` by measuring, `recalled` from the plan
+    store; `changed` are not the first way, `failed` could not be measured.
+    """
+
+    mode: Literal["off", "lazy", "eager"]
+    strategies: list[str]
+    settled: int
+    recalled: int
+    changed: int
+    failed: int
+    seconds: float
+    choices: int
+    pending: int
+
+
 class Info(Reply):
     """Versions, device, limits and counters."""
 
@@ -185,7 +201,7 @@ class Info(Reply):
     tensors: dict[str, int]
     plans: PoolStats
     choices: dict[str, int]
-    autotune: dict[str, int | float]
+    autotune: Autotune
     recordings: dict[str, int]
 
 

@@ -25,11 +25,11 @@ from .operands import FACTORS, FLOATS, Inputs
 from .operations.warm import rehearse
 from .pool import PlanPool
 from .recordings import Recorder, Recordings
-from .settings import Settings
+from .settings import Mode, Settings
 from .steps import Steps
 from .store import Choices, InMemoryChoices, PlanStore
 from .strategies import NAMES
-from .tuner import Mode, Tuner
+from .tuner import Tuner
 
 log = logging.getLogger("matmuld")
 
@@ -168,7 +168,7 @@ class Service:
             "tensors": {"count": len(store), "nbytes": store.nbytes, "expired": store.expired},
             "plans": self.pool_stats(),
             "choices": asdict(self.runtime.choices.stats),
-            "autotune": {**asdict(self.tuner.stats), "pending": self.tuner.pending},
+            "autotune": self.tuner.info(),
             "recordings": {"count": len(self.recordings), "nbytes": self.recordings.nbytes},
         }
 

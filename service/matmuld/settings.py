@@ -62,6 +62,10 @@ Device = Annotated[str, AfterValidator(_device)]
 Address = Annotated[str, AfterValidator(_address)]
 
 
+Mode = Literal["off", "lazy", "eager"]
+"""When ways and algorithms are measured."""
+
+
 def _folder(value: object) -> object:
     """A path, or `off`."""
     if value == "off":
@@ -137,10 +141,10 @@ class Settings(Stored):
     plan_bytes: int = Field(
         default=1 << 30, ge=0, description="bytes of host and device memory for plans"
     )
-    autotune: Literal["off", "lazy", "eager"] | None = Field(
+    autotune: Mode | None = Field(
         default=None,
-        description="measure which way and algorithm is best for a signature: never; when there is "
-        "nothing else to do; or before its first request is answered. None: lazy on a GPU, else off",
+        description="measure which way and algorithm is best for a signature: never, when there is "
+        "nothing else to do, or before its first request is answered; None: lazy on a GPU",
     )
     autotune_s: float = Field(
         default=0.25,

@@ -21,7 +21,6 @@ from .engine.float8 import is_float8
 from .engine.protocol import Array, Operands
 from .engine.signature import Options
 
-
 NAMES = (
     *("direct", "transposed", "fused", "split", "masked+sum", "bgrad", "bgradb", "sum", "gemv"),
     *("bgrada", "masked+bgradb", "split+bgradb"),

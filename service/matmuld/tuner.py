@@ -13,10 +13,10 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matmuld_client.errors import OutOfMemory
@@ -27,10 +27,9 @@ from .engine.elementwise import assign
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Disagreement, Launch, Operands, Plan
 from .engine.signature import Layout, Options, Signature
+from .settings import Mode
 
 log = logging.getLogger("matmuld")
-
-Mode = Literal["off", "lazy", "eager"]
 
 LEAST_GAIN = 0.01
 """By which part another must be faster than what there is, so that near-ties do not flap."""
@@ -38,6 +37,8 @@ ROUNDS = (5, 30)
 """Samples of each candidate, at least and at most."""
 LIMIT = 1 << 13
 """Steps whose choice is remembered."""
+SHOWN = 256
+"""Of these, in a list."""
 ROOM = 4
 """Times the memory of a step's operands must be free, for the temporaries of all its ways."""
 PATIENCE_SECONDS = 5.0
@@ -72,10 +73,13 @@ class Choice:
     step: Tunable
     layouts: dict[str, Layout]
     names: Sequence[str]
-    way: str
     settled: bool = False
     times: dict[str, float] = field(default_factory=dict)
-    opening: asyncio.Task[None] | None = None
+    way: str = field(init=False)
+    opening: asyncio.Task[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.way = self.names[0]
 
     def describe(self) -> dict[str, Any]:
         """For people."""
@@ -168,20 +172,31 @@ class Tuner:
         return len(self._pending)
 
     def describe(self) -> list[dict[str, Any]]:
-        """All choices, least recently used first."""
-        return [choice.describe() for choice in self._choices.values()]
+        """The choices that were used last, in that order."""
+        return [choice.describe() for choice in list(self._choices.values())[-SHOWN:]]
+
+    def info(self) -> dict[str, Any]:
+        """How it works, and counters."""
+        counts = {"choices": len(self._choices), "pending": self.pending}
+        mode = {"mode": self._mode, "strategies": list(self._forced)}
+        return {**mode, **asdict(self.stats), **counts}
 
     async def way(self, step: Tunable) -> str:
-        """The name of the way to do `step` now. A new one is looked up in the store, then measured
-        as the mode says.
+        """The name of the way to do `step` now. A new kind of step is looked up in the store, then
+        measured as the mode says; unless its way is forced, or its result must never change.
         """
+        forced = next((name for name in self._forced if name in step.ways), None)
+        if forced is not None:
+            return forced
+        if self._mode == "off" or step.options.deterministic:
+            return next(iter(step.ways))
         layouts, key = self._described(step)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._add(key, step, layouts)
         else:
             self._choices.move_to_end(key)
-        if not choice.settled and choice.opening is not None:
+        if not choice.settled:
             await asyncio.shield(choice.opening)
         return choice.way
 
@@ -196,14 +211,9 @@ class Tuner:
         return arrays, "; ".join([type(step).__name__, *words, str(step.options)])
 
     def _add(self, key: str, step: Tunable, layouts: dict[str, Layout]) -> Choice:
-        names = list(step.ways)
-        forced = [name for name in self._forced if name in names]
         bare = step._replace(**dict.fromkeys(layouts))
-        choice = Choice(key, bare, layouts, names, forced[0] if forced else names[0])
-        choice.settled = bool(forced) or self._mode == "off" or step.options.deterministic
-        if not choice.settled:
-            choice.opening = self._start(self._open(choice))
-        self._choices[key] = choice
+        choice = self._choices[key] = Choice(key, bare, layouts, list(step.ways))
+        choice.opening = self._start(self._open(choice))
         if len(self._choices) > LIMIT:
             oldest, _ = self._choices.popitem(last=False)
             self._pending.pop(oldest, None)

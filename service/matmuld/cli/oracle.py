@@ -40,6 +40,8 @@ SUM = 2.0
 (Higham & Mary 2019); the worst case has K for √K."""
 LARGEST_SLOPE = 1.13
 """That of GELU: by how much an activation can magnify the error of its argument."""
+LARGEST_CURVATURE = 0.8
+"""That of GELU, at 0: by how much an activation's slope can magnify it."""
 EVALUATION = {"float64": 16.0, "float32": 128.0, "float16": 128.0, "bfloat16": 128.0}
 """Roundoffs of the accumulator, relative to 1 + |z|, for tanh or erfc and what is around it, where
 terms may cancel. The tanh that cuBLASLt fuses is an approximation: GELU is off by up to 5.1e-6 and
@@ -138,6 +140,19 @@ class Oracle:
             staging = self._staging * np.abs(slope) + self._evaluation_error(aux)
             tolerance = tolerance + staging * np.abs(gradient.value)
         return Expected(gradient.value * slope, tolerance)
+
+    def times_slope_at(self, activation: Activation, gradient: Expected, z: Expected) -> Expected:
+        """A gradient times an activation's slope at a pre-activation that is uncertain itself."""
+        if activation == "none":
+            return gradient
+        z = self.rounded(z)
+        at = z.value > 0 if activation == "relu" else z.value
+        known = self.times_slope(activation, gradient, at)
+        if activation in ("relu", "leaky_relu"):
+            doubt = np.where(np.abs(z.value) <= z.tolerance, 1.0, 0.0)
+        else:
+            doubt = LARGEST_CURVATURE * z.tolerance
+        return Expected(known.value, known.tolerance + doubt * np.abs(gradient.value))
 
     def summed(self, terms: Expected, axis: int) -> Expected:
         """Sums along `axis`. The errors of few terms add up; those of many, being independent, grow
