@@ -18,9 +18,12 @@ DEVICES = [pytest.param("cpu"), pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_kept() -> Iterator[None]:
-    """Services of the tests find nothing of earlier ones, unless a test says where."""
+    """Services of the tests find nothing of earlier ones, and measure nothing, unless a test says
+    so.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MATMULD_PLAN_STORE", "off")
+        patch.setenv("MATMULD_AUTOTUNE", "off")
         yield
 
 

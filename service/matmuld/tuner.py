@@ -122,14 +122,15 @@ class Trial(Call):
         if signature not in self._plans:
             self._plans[signature] = await self.engine.plan(signature, operands), operands
         self.used.append(signature)
-        self.launches.append(partial(self._launch, signature, operands))
-
-    def _launch(self, signature: Signature, operands: Operands) -> None:
-        """Bound late: the plan's algorithm may be another by then."""
-        self._plans[signature][0].bind(operands, aside=True)()
+        self.launches.append(partial(_launch, self._plans[signature][0], operands))
 
     async def compute(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
         self.launches.append(partial(function, *args))
+
+
+def _launch(plan: Plan, operands: Operands) -> None:
+    """Bound late: the plan's algorithm may be another by then."""
+    plan.bind(operands, aside=True)()
 
 
 class Tuner:

@@ -78,6 +78,15 @@ def test_a_missing_device_is_named_and_leaves_no_socket(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_unknown_strategy_is_named() -> None:
+    flags = ("--strategies", "split", "--strategies", "fastest")
+    refused = matmuld("serve", "--device", "cpu", "--listen", "http://127.0.0.1:0", *flags)
+    assert refused.returncode == 1
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("matmuld: strategies: expected direct, transposed, fused, split, ")
+    assert last.endswith("got 'fastest'")
+
+
 def test_it_says_its_settings_and_which_device_auto_took() -> None:
     address = "http://127.0.0.1:0"
     with (

@@ -65,9 +65,17 @@ def test_addresses_may_be_many_from_everywhere(
     assert parsed().listen == ["unix:/d", "http://localhost:0"]
 
 
+def test_strategies_may_be_many_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--strategies", "split", "--strategies", "gemv").strategies == ["split", "gemv"]
+    monkeypatch.setenv("MATMULD_STRATEGIES", "masked+sum, bgrad")
+    assert parsed().strategies == ["masked+sum", "bgrad"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--autotune", "often"], "autotune: input should be 'off', 'lazy' or 'eager', got"),
+        (["--autotune-s", "0"], "autotune_s: input should be greater than 0, got '0'"),
         (["--plans", "0"], "plans: input should be greater than or equal to 1, got '0'"),
         (["--device", "gpu"], "device: expected auto, cpu or cuda:N, got 'gpu'"),
         (["--listen", "localhost:80"], "expected unix:PATH or http://HOST:PORT"),

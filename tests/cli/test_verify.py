@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import uvicorn
+from matmuld.cli import main
 from matmuld.cli.cases import EPILOGS, Problem
 from matmuld.cli.oracle import (
     FUNCTIONS,
@@ -47,10 +48,29 @@ def test_every_quick_case_passes(device: str) -> None:
     ended = matmuld("verify", "--quick", "--device", device)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     dtypes, epilogs, sizes, batches, variants, layers = 4, 16, 7, 2, 7, 6
-    cases = dtypes * sizes * batches * (epilogs * variants + layers)
+    cases = dtypes * sizes * batches * (epilogs * variants + 2 * layers)
     pairs, results, forward = 3, 3, 10
     cases += pairs * results * sizes * (1 + forward + layers)
     assert f"{cases} cases passed" in ended.stdout
+
+
+def test_a_part_by_forced_ways_in_an_autotuning_service(device: str) -> None:
+    ways = ("--strategy", "split", "--strategy", "gemv", "--autotune", "eager")
+    ended = matmuld("verify", "--quick", "--only", "layers", "--device", device, *ways)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "\nautotune eager, forced strategies: split, gemv\n" in ended.stdout
+    assert "stack, gelu" in ended.stdout
+    assert "DRELU" not in ended.stdout
+
+
+@pytest.mark.parametrize("flag", [("--autotune", "lazy"), ("--strategy", "split")])
+def test_a_running_service_is_as_it_is(
+    flag: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--url", "http://127.0.0.1:1", *flag]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("matmuld: ")
+    assert "autotune, strategy: expected without url" in said
 
 
 def test_its_service_ends_with_it(tmp_path: Path) -> None:

@@ -335,6 +335,7 @@ def test_what_was_warmed_is_not_planned_again(client: Client) -> None:
 
 def test_plans_are_listed_and_evicted(client: Client) -> None:
     client.linear(np.ones((3, 5)), np.ones((7, 5)))
+    assert client.plans().keys() == {"plans", "strategies", "stats"}
     plan = client.plans()["plans"][-1]
     assert client.evict_plans(plan["id"]) == 1
     assert plan["id"] not in [other["id"] for other in client.plans()["plans"]]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matmuld.engine import open_engine
+from matmuld.engine.cpu import CpuPlan
 from matmuld.engine.epilogs import Epilog
 from matmuld.engine.protocol import Engine, Operands, Plan
 from matmuld.engine.signature import Options, Signature
@@ -277,3 +278,130 @@ def test_10000_signatures_through_64_places_leave_memory_flat(device: str) -> No
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+# Plans made elsewhere
+
+
+class Recorded(CpuPlan):
+    """A plan that is told from others of its signature, and knows whether it was closed."""
+
+    def __init__(self, engine: Engine, o: Operands, name: str = "") -> None:
+        super().__init__(key(engine, o), engine.empty)
+        self.name = name
+        self.closed = False
+
+    def record(self) -> Any:
+        return ("signature", {"name": self.name}) if self.name else None
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+        super().close()
+
+
+def adopting(body: Callable[[Engine, PlanPool], Awaitable[None]]) -> None:
+    async def main(engine: Engine) -> None:
+        pool = PlanPool(engine, capacity=2, byte_limit=1 << 30)
+        await body(engine, pool)
+        await pool.close()
+        assert (len(pool), pool.nbytes) == (0, 0)
+
+    on("cpu", main)
+
+
+def test_a_plan_that_was_made_elsewhere_is_held_for_the_first_who_needs_it() -> None:
+    async def body(engine: Engine, pool: PlanPool) -> None:
+        o = operands(engine, 5)
+        plan = Recorded(engine, o, "one")
+        pool.adopt(key(engine, o), plan, 1e-6)
+        async with pool.lease(key(engine, o), o, "me") as leased:
+            assert leased is plan
+        (entry,) = pool
+        described = pool.describe(entry)
+        assert (described["owner"], described["hits"]) == ("me", 1)
+        assert described["tflops"] == round(2 * 5 * 4 * 3 / 1e6, 3)
+        assert (pool.stats.misses, pool.stats.planned, pool.leased) == (0, 1, 0)
+
+    adopting(body)
+
+
+def test_an_idle_plan_is_exchanged_at_once_and_one_made_alike_is_not() -> None:
+    async def body(engine: Engine, pool: PlanPool) -> None:
+        o = operands(engine, 5)
+        one, other, alike = (Recorded(engine, o, name) for name in ("one", "other", "other"))
+        for plan in (one, other, alike):
+            pool.adopt(key(engine, o), plan, None)
+        assert (one.closed, other.closed, alike.closed) == (True, False, True)
+        (entry,) = pool
+        assert entry.plan is other
+        assert "tflops" not in pool.describe(entry)
+
+    adopting(body)
+
+
+def test_a_plan_in_use_is_exchanged_when_it_comes_back() -> None:
+    async def body(engine: Engine, pool: PlanPool) -> None:
+        o = operands(engine, 5)
+        one, other, last = (Recorded(engine, o, name) for name in ("one", "other", "last"))
+        pool.adopt(key(engine, o), one, None)
+
+        async def next_in_line() -> Plan:
+            async with pool.lease(key(engine, o), o, "me") as plan:
+                return plan
+
+        async with pool.lease(key(engine, o), o, "me") as plan:
+            assert plan is one
+            waiting = asyncio.create_task(next_in_line())
+            await asyncio.sleep(0)
+            pool.adopt(key(engine, o), other, None)
+            pool.adopt(key(engine, o), last, None)
+            assert (one.closed, other.closed) == (False, True)
+        assert one.closed
+        assert await waiting is last
+
+    adopting(body)
+
+
+def test_a_plan_that_is_being_made_makes_way_for_one_that_was_measured() -> None:
+    async def body(engine: Engine, pool: PlanPool) -> None:
+        o = operands(engine, 5)
+        asking = asyncio.create_task(use(pool, o))
+        await asyncio.sleep(0)
+        plan = Recorded(engine, o, "measured")
+        pool.adopt(key(engine, o), plan, None)
+        await asking
+        (entry,) = pool
+        assert entry.plan is plan
+
+    adopting(body)
+
+
+def test_plans_made_elsewhere_count_against_the_limit() -> None:
+    async def body(engine: Engine, pool: PlanPool) -> None:
+        plans = []
+        for m in (1, 2, 3):
+            o = operands(engine, m)
+            plans.append(Recorded(engine, o, "one"))
+            pool.adopt(key(engine, o), plans[-1], None)
+        assert [plan.closed for plan in plans] == [True, False, False]
+
+    adopting(body)
+
+
+def test_a_failed_plan_takes_its_successor_with_it() -> None:
+    async def body(engine: Engine, pool: PlanPool) -> None:
+        o = operands(engine, 5)
+        one, other = Recorded(engine, o, "one"), Recorded(engine, o, "other")
+        pool.adopt(key(engine, o), one, None)
+
+        async def fail() -> None:
+            async with pool.lease(key(engine, o), o, "me"):
+                pool.adopt(key(engine, o), other, None)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        assert (one.closed, other.closed, len(pool)) == (True, True, 0)
+
+    adopting(body)
