@@ -169,11 +169,11 @@ def test_measuring_is_for_gpus_unless_it_is_asked_for(
 
 
 def test_off_and_deterministic_know_nothing_of_ways(tmp_path: Path, device: str) -> None:
-    settings: dict[str, Any]
-    for number, settings in enumerate(({"autotune": "off"}, {"deterministic": True})):
+    settings: list[dict[str, Any]] = [{"autotune": "off"}, {"deterministic": True}]
+    for number, given in enumerate(settings):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with service(folder, device, **({"autotune": "eager"} | settings)) as client:
+        with service(folder, device, **({"autotune": "eager"} | given)) as client:
             layer(client)
             assert client.plans()["strategies"] == []
             known = client.info()["autotune"]

@@ -141,7 +141,7 @@ def on(
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
+def said() -> Iterator[StringIO]:
     """What is logged, and goes no further: a traceback that pytest keeps would hold arrays."""
     log, text = logging.getLogger("matmuld"), StringIO()
 
@@ -149,10 +149,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
         print(logging.Formatter().format(record), file=text)
         return False
 
-    monkeypatch.setattr(log, "level", logging.INFO)
+    level = log.level
+    log.setLevel(logging.INFO)
     log.addFilter(keep)
     yield text
     log.removeFilter(keep)
+    log.setLevel(level)
 
 
 # What is chosen
