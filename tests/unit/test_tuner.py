@@ -24,7 +24,7 @@ from matmuld.memory.handles import HandleMint
 from matmuld.memory.tensors import TensorStore
 from matmuld.pool import PlanPool
 from matmuld.settings import Mode
-from matmuld.store import Choices, NoChoices, PlanStore
+from matmuld.store import Choices, InMemoryChoices, PlanStore
 from matmuld.strategies import NAMES, Forward, HiddenGradient, InputGradient, Product
 from matmuld.tuner import Tuner, is_faster
 
@@ -126,7 +126,7 @@ def on(
 
     async def main() -> None:
         engine = open_engine("cpu", limit)
-        bench = Bench(engine, choices or NoChoices(), mode, forced or [])
+        bench = Bench(engine, choices or InMemoryChoices(), mode, forced or [])
         try:
             await body(bench)
         finally:
