@@ -16,7 +16,7 @@ from matmuld.cli.verify import verified
 from matmuld.engine import open_engine
 from matmuld.engine.epilogs import CUBLASLT, Epilog
 from matmuld.engine.protocol import Operands
-from matmuld_client import Client
+from matmuld_client import Client, Layer
 from rich.console import Console
 
 from .. import reference
@@ -155,6 +155,19 @@ def test_a_service_without_the_bare_launch_is_right_and_says_so(tmp_path: Path) 
         report = verified(client, [(65, 43, 21)], Console(file=StringIO()))
         assert not report.failures, report.failures[:3]
         assert any("executed" in path for path in report.paths)
+
+
+def test_repetitions_without_the_bare_launch_are_right(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    rng = np.random.default_rng(0)
+    weights = [reference.random(rng, shape, "float16") for shape in ((70, 50), (30, 70))]
+    layers = [Layer(weights[0], activation="relu"), Layer(weights[1])]
+    with running(path, device="cuda:0", lean_launch=False), Client(f"unix:{path}") as client:
+        for _ in range(10):
+            x = reference.random(rng, (20, 50), "float16")
+            hidden = reference.relu(reference.f64(x) @ reference.f64(weights[0]).T)
+            expected = hidden @ reference.f64(weights[1]).T
+            np.testing.assert_allclose(client.mlp(x, layers), expected, rtol=1e-2, atol=0.5)
 
 
 def test_the_self_test_finds_a_bare_launch_that_is_wrong(

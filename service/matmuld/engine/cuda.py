@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 from uuid import UUID
@@ -230,7 +231,11 @@ class CudaEngine:
             launch()
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        """A CUDA graph, which the host launches in the time of one product."""
+        """A CUDA graph, which the host launches in the time of one product; not of nvmath's
+        `execute`, which allocates memory each time.
+        """
+        if not self._is_lean:
+            return partial(elementwise.in_turn, launches)
         self._stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
         try:
             self.start(launches)
