@@ -359,7 +359,7 @@ class FusedPlan:
         """The same product into `d`, by nvmath's `execute` and the same algorithm; the auxiliary
         outputs.
         """
-        matmul, on, o = self._matmul, self._main, operands
+        matmul, on, o = self._matmul, self._planning, operands
         addresses = [int(result["algo"].ctypes.data) for result in self._algorithms]
         algorithm = matmul.algorithms[addresses.index(self._algorithm)]
         inputs, stream = self._epilog_inputs(o), on.stream
@@ -367,6 +367,7 @@ class FusedPlan:
             a=o.a, b=o.b, c=d, alpha=1.0, beta=0.0, epilog_inputs=inputs, stream=stream
         )
         _, extras = matmul.execute(algorithm=algorithm, stream=stream)
+        stream.use()  # execute leaves the null stream current
         matmul.release_operands()
         return dict(extras)
 

@@ -20,6 +20,7 @@ import cupy
 import numpy as np
 import nvmath
 from cuda.bindings import driver, runtime
+from cuda.core import Device
 from cupy.cuda.memory import OutOfMemoryError
 from cupy.cuda.runtime import CUDARuntimeError
 from matmuld_client.errors import DeviceLost, Internal, InvalidOperands, OutOfMemory, RequestError
@@ -76,7 +77,7 @@ class CudaEngine:
         cublaslt.check_version()
         self.name = f"cuda:{ordinal}"
         self._device = cupy.cuda.Device(ordinal)
-        self._device.use()
+        self._enter()
         properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
         self._capability = properties["major"], properties["minor"]
         self.has_float8 = self._capability >= FLOAT8_CAPABILITY
@@ -96,17 +97,25 @@ class CudaEngine:
         self._is_lean = lean_launch and self._may_launch()
 
     def _may_launch(self) -> bool:
-        fault = fault_of_bare_launch(self._main, self._planning, self.signature)
+        launchers = self._main, self._planning
+        fault = self._planner.submit(fault_of_bare_launch, *launchers, self.signature).result()
         if fault is not None:
             log.warning("products are run by nvmath's execute, a bare launch is wrong: %s", fault)
         return fault is None
 
     def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
         def bind() -> None:
-            self._device.use()
+            self._enter()
             stream.use()
 
         return ThreadPoolExecutor(1, f"matmuld-{name}", initializer=bind)
+
+    def _enter(self) -> None:
+        """What every thread must do first: for CuPy, and for cuda.core, on which nvmath stands and
+        which nvmath itself sees to in the first thread only that uses a stream.
+        """
+        self._device.use()
+        Device(self._device.id).set_current()
 
     def describe(self) -> dict[str, Any]:
         ordinal = self._device.id

@@ -57,31 +57,31 @@ class ExecutedPlan(FusedPlan):
 
     def _execute(self, o: Operands, on: Launcher, algorithm: Any) -> None:
         matmul = self._matmul
-        with on.stream:
-            b, d = o.b, o.d
-            if self._ragged:
-                b, d = _widened(b), _widened(d)
-            if o.c is not None and o.c.data.ptr != d.data.ptr:
-                assign(_columns(d, o.d.shape[-1]) if self._ragged else d, o.c)
-            matmul.reset_operands(
-                a=self._as_planned("a", o.a),
-                b=self._as_planned("b", b),
-                c=self._as_planned("d", d),
-                alpha=o.alpha,
-                beta=o.beta,
-                epilog_inputs=self._inputs_as_planned(o),
-                quantization_scales=self._scales(o, on),
-                stream=on.stream,
-            )
-            result = matmul.execute(algorithm=algorithm, stream=on.stream)
-            matmul.release_operands()
-            extras = result[1] if isinstance(result, tuple) else {}
-            for extra in extras.values():
-                wanted = o.aux if self._row.aux_out is not None else o.vector
-                assert wanted is not None
-                assign(wanted, _columns(extra, wanted.shape[-1]) if self._ragged else extra)
-            if self._ragged:
-                assign(o.d, _columns(d, o.d.shape[-1]))
+        b, d = o.b, o.d
+        if self._ragged:
+            b, d = _widened(b), _widened(d)
+        if o.c is not None and o.c.data.ptr != d.data.ptr:
+            assign(_columns(d, o.d.shape[-1]) if self._ragged else d, o.c)
+        matmul.reset_operands(
+            a=self._as_planned("a", o.a),
+            b=self._as_planned("b", b),
+            c=self._as_planned("d", d),
+            alpha=o.alpha,
+            beta=o.beta,
+            epilog_inputs=self._inputs_as_planned(o),
+            quantization_scales=self._scales(o, on),
+            stream=on.stream,
+        )
+        result = matmul.execute(algorithm=algorithm, stream=on.stream)
+        on.stream.use()  # execute leaves the null stream current
+        matmul.release_operands()
+        extras = result[1] if isinstance(result, tuple) else {}
+        for extra in extras.values():
+            wanted = o.aux if self._row.aux_out is not None else o.vector
+            assert wanted is not None
+            assign(wanted, _columns(extra, wanted.shape[-1]) if self._ragged else extra)
+        if self._ragged:
+            assign(o.d, _columns(d, o.d.shape[-1]))
 
     def _inputs_as_planned(self, o: Operands) -> dict[str, Any] | None:
         inputs = {}
@@ -125,7 +125,8 @@ def fault_of_bare_launch(
     planning: Launcher,
     sign: Callable[[Operands, Epilog, Options], Signature],
 ) -> str | None:
-    """Why products are to be run by `execute`: what is wrong with a bare launch of a small product.
+    """Why products are to be run by `execute`: what is wrong with a bare launch of a small product,
+    on the thread and the stream of planning.
 
     Its bits must be those that `execute` gives on the same planned object by the same algorithm.
     """
@@ -151,12 +152,11 @@ def _difference(
     aux = cupy.zeros((_EXTENT, 16), np.uint8).T
     operands = Operands(weight, x.T, launched.T, vector=bias, aux=aux)
     signature = sign(operands, Epilog.RELU_AUX_BIAS, Options("COMPUTE_32F"))
-    main.stream.synchronize()
     plan = FusedPlan(signature, operands, main, planning)
     try:
         launched.fill(0)
         aux.fill(0)
-        plan.bind(operands)()
+        plan.bind(operands, aside=True)()
         extras = plan.execute_beside(operands, executed.T)
         mask = _EXTENT // 8
         pairs = {
