@@ -220,7 +220,7 @@ class Call:
         self._ways: list[str] = []
         self._parts = 0
         self.payloads = payloads
-        self._residents: list[Resident] = []
+        self._residents: list[tuple[Resident, int]] = []
         self._held: list[Array | None] = []
         self._signatures: list[Signature] = []
         self._products = 0
@@ -252,7 +252,7 @@ class Call:
                 self._held.append(None)
             else:
                 resident = self.store.get(self.tenant, operand.handle, operand.name)
-                self._residents.append(resident)
+                self._residents.append((resident, resident.version))
                 self._held.append(operand.held(resident))
 
     async def load(self, operand: Operand) -> Array:

@@ -27,7 +27,7 @@ from .pool import Entry, PlanPool
 from .schemas import Into, Placement
 
 JOIN_BYTES = 1 << 16
-"""Replies up to this size go out in one piece, so that their memory is free again at once."""
+"""Replies up to this size are copied into one piece before they go out."""
 
 CAPTURED_AT = 4
 """The repetition with which the launches of a recording become one."""
@@ -147,7 +147,7 @@ class Recording:
         if not self._start(payloads, timing):
             return None
         if self._parts:
-            return self._parts
+            return [b"".join(self._parts)]  # now, for the next repetition writes there again
         began = perf_counter()
         arrays, copying = await self._engine.download(self._values)
         timing.copy += copying
@@ -252,27 +252,32 @@ class Recorder(Call):
         if tape is None and self._possible and self._fits(results):
             payloads_only = all(leaf.placement == "payload" for leaf in leaves_of(results))
             head = packb(self.header(results)) if payloads_only else b""
-            self._recording.complete(self.payloads, self._residents, results, head)
+            residents = [resident for resident, _ in self._residents]
+            self._recording.complete(self.payloads, residents, results, head)
             self._step.recording = self._recording
-            results = fresh(self.engine, results)
+            results = fresh(self.engine, results, all_of_them=self.engine.xp is np)
         return await super().deliver(results, tape)
 
     def _fits(self, results: Results) -> bool:
-        """Whether the memory that it takes is little, and is not written while a reply is read."""
+        """Whether the memory that it takes is little, and what it read is still what is held."""
         if not self._recordings.has_room(self._recording):
             return False
         payloads = [leaf.value for leaf in leaves_of(results) if leaf.placement == "payload"]
-        on_host = self.engine.xp is np and sum(value.nbytes for value in payloads) > JOIN_BYTES
-        return not on_host and all(map(self.store.holds, self._residents))
+        if self.engine.xp is np and sum(value.nbytes for value in payloads) > JOIN_BYTES:
+            return False
+        return all(
+            self.store.holds(resident) and resident.version == version
+            for resident, version in self._residents
+        )
 
 
-def fresh(engine: Engine, results: Results) -> Results:
-    """`results` with copies of those arrays that are to be held."""
+def fresh(engine: Engine, results: Results, *, all_of_them: bool = False) -> Results:
+    """`results` with copies of those arrays that are to be held, or of all."""
     copied: Results = {}
     for name, result in results.items():
         if isinstance(result, list):
-            copied[name] = [fresh(engine, part) for part in result]
-        elif result.placement == "payload":
+            copied[name] = [fresh(engine, part, all_of_them=all_of_them) for part in result]
+        elif result.placement == "payload" and not all_of_them:
             copied[name] = result
         else:
             copied[name] = result.of(engine.duplicate(result.value))
