@@ -19,6 +19,7 @@ LAYERS = (
     ("http",),
     ("service",),
     ("operations", "tuner"),
+    ("measuring",),
     ("steps", "strategies"),
     ("recordings",),
     ("calls",),

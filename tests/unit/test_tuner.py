@@ -14,19 +14,20 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from matmuld import strategies, tuner
+from matmuld import measuring, strategies, tuner
 from matmuld.calls import Call, Runtime, Tunable, Way
 from matmuld.engine import open_engine
 from matmuld.engine.epilogs import Epilog
 from matmuld.engine.protocol import Array, Engine
 from matmuld.engine.signature import Options
+from matmuld.measuring import is_faster
 from matmuld.memory.handles import HandleMint
 from matmuld.memory.tensors import TensorStore
 from matmuld.pool import PlanPool
 from matmuld.settings import Mode
 from matmuld.store import Choices, InMemoryChoices, PlanStore
 from matmuld.strategies import NAMES, Forward, HiddenGradient, InputGradient, Product
-from matmuld.tuner import Tuner, is_faster
+from matmuld.tuner import Tuner
 
 OPTIONS = Options("COMPUTE_32F")
 SECONDS = 0.02
@@ -335,7 +336,7 @@ def test_lazy_waits_for_requests_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
         await bench.settled()
         assert await bench.tuner.way(step) == "quick"
 
-    monkeypatch.setattr(tuner, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(measuring, "PATIENCE_SECONDS", 0.3)
     on(body, mode="lazy")
 
 
@@ -355,7 +356,7 @@ def test_lazy_does_not_count_a_sample_that_a_request_disturbed(
 
         await bench.tuner.way(bench.twice(disturbed))
         await bench.settled()
-        assert taken >= 40 + tuner.ROUNDS[0] - 1
+        assert taken >= 40 + measuring.ROUNDS[0] - 1
 
     on(body, mode="lazy")
 
