@@ -13,6 +13,7 @@ from typing import Any
 
 from .engine.protocol import Engine, Operands, Plan
 from .engine.signature import Signature
+from .readers import Readers
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Entry:
         in_use: whether somebody has the plan; whoever gives it back hands it to the first waiter.
         successor: what is to take the plan's place when it comes back.
         seconds: what a run takes on the device, if that was measured.
+        readers: what launches the plan without a lease; closed before the plan is.
     """
 
     id: str
@@ -49,6 +51,7 @@ class Entry:
     planning_seconds: float = 0.0
     successor: Plan | None = None
     seconds: float | None = None
+    readers: Readers = field(default_factory=Readers)
 
     @property
     def idle(self) -> bool:
@@ -183,6 +186,7 @@ class PlanPool:
         assert entry.plan is not None
         assert entry.successor is not None
         self._nbytes += entry.successor.nbytes - entry.plan.nbytes
+        entry.readers.close()
         entry.plan.close()
         entry.plan, entry.successor = entry.successor, None
 
@@ -250,6 +254,7 @@ class PlanPool:
         del self._entries[entry.signature]
         self._nbytes -= entry.plan.nbytes
         self.stats.evicted += 1
+        entry.readers.close()
         entry.plan.close()
         entry.plan = None
 

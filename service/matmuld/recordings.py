@@ -19,7 +19,7 @@ from msgpack import packb
 
 from .calls import Call, Chooser, Reply, Results, Runtime, Step, TapeResult, Timing, leaves_of
 from .engine.epilogs import Epilog
-from .engine.protocol import Array, Engine, Launch, Operands, Plan
+from .engine.protocol import Array, Engine, Launch, Operands
 from .engine.signature import Options
 from .memory.tensors import Resident
 from .operands import Operand
@@ -89,7 +89,7 @@ class Recording:
         self._sizes: list[int] = []
         self._fills: list[tuple[int, Callable[[memoryview], None]]] = []
         self._launches: list[Launch] = []
-        self._plans: list[tuple[Entry, Plan | None]] = []
+        self._entries: list[Entry] = []
         self._residents: Sequence[Resident] = ()
         self._results: Results = {}
         self._placements: list[Placement] = []
@@ -105,16 +105,19 @@ class Recording:
         """Every time there is this launch, with the plan of `entry`."""
         self._launches.append(launch)
         if entry is not None:
-            self._plans.append((entry, entry.plan))
+            self._entries.append(entry)
 
     def complete(
         self,
         payloads: Sequence[memoryview],
         residents: Sequence[Resident],
+        targets: Sequence[Resident],
         results: Results,
         head: bytes,
     ) -> None:
-        """`head`: the header of the reply, if nothing but payloads comes back."""
+        """`residents` are read, `targets` written; `head`: the header of the reply, if nothing but
+        payloads comes back.
+        """
         leaves = list(leaves_of(results))
         self._results = results
         self._values = [leaf.value for leaf in leaves if leaf.placement == "payload"]
@@ -130,8 +133,10 @@ class Recording:
             self._spans.append((start, self._length))
         self._sizes = list(map(len, payloads))
         self._residents = tuple(set(residents))
-        for resident in residents:
-            resident.readers.add(self)
+        for readers in [part.readers for part in residents] + [e.readers for e in self._entries]:
+            readers.add(self)
+        for target in targets:
+            target.writers.add(self)
         self._recordings.add(self)
 
     async def answer(self, body: memoryview, end: int, timing: Timing) -> list[Buffer] | None:
@@ -172,10 +177,7 @@ class Recording:
         if self._generation != self._recordings.tuner.generation:
             self.close()
             return False
-        for entry, plan in self._plans:
-            if entry.plan is not plan:
-                self.close()
-                return False
+        for entry in self._entries:
             if entry.in_use:
                 return False
         for resident in self._residents:
@@ -183,7 +185,7 @@ class Recording:
                 return False
             resident.touch(now)
         self._recordings.touch(self)
-        for entry, _ in self._plans:
+        for entry in self._entries:
             self._recordings.pool.touch(entry)
         self._replays += 1
         if self._replays == CAPTURED_AT and len(self._launches) > 1:
@@ -199,7 +201,7 @@ class Recording:
         if not self.closed:
             self.closed = True
             self._recordings.drop(self)
-            self._fills, self._launches, self._plans = [], [], []
+            self._fills, self._launches, self._entries = [], [], []
             self._results, self._values, self._parts, self._residents = {}, [], [], ()
 
 
@@ -236,7 +238,9 @@ class Recorder(Call):
         if entry is None or entry.plan is None or not entry.plan.brief:
             self._possible = False
         else:
+            used = self.engine.memory().used
             self._recording.run(entry.plan.bind(operands), entry)
+            self._recording.nbytes += max(self.engine.memory().used - used, 0)
 
     async def compute(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
         await super().compute(nbytes, function, *args)
@@ -253,9 +257,11 @@ class Recorder(Call):
             payloads_only = all(leaf.placement == "payload" for leaf in leaves_of(results))
             head = packb(self.header(results)) if payloads_only else b""
             residents = [resident for resident, _ in self._residents]
-            self._recording.complete(self.payloads, residents, results, head)
+            places = [leaf.placement for leaf in leaves_of(results)]
+            targets = [self.target(place) for place in places if isinstance(place, Into)]
+            self._recording.complete(self.payloads, residents, targets, results, head)
             self._step.recording = self._recording
-            results = fresh(self.engine, results, all_of_them=self.engine.xp is np)
+            results = fresh(self.engine, results)
         return await super().deliver(results, tape)
 
     def _fits(self, results: Results) -> bool:
@@ -271,13 +277,15 @@ class Recorder(Call):
         )
 
 
-def fresh(engine: Engine, results: Results, *, all_of_them: bool = False) -> Results:
-    """`results` with copies of those arrays that are to be held, or of all."""
+def fresh(engine: Engine, results: Results) -> Results:
+    """`results` with copies of those arrays that outlive this repetition: what is to be held, and
+    on the CPU, where a payload is the array itself, all.
+    """
     copied: Results = {}
     for name, result in results.items():
         if isinstance(result, list):
-            copied[name] = [fresh(engine, part, all_of_them=all_of_them) for part in result]
-        elif result.placement == "payload" and not all_of_them:
+            copied[name] = [fresh(engine, part) for part in result]
+        elif result.placement == "payload" and engine.xp is not np:
             copied[name] = result
         else:
             copied[name] = result.of(engine.duplicate(result.value))

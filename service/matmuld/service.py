@@ -74,6 +74,7 @@ class Service:
         tuner = Tuner(runtime, _mode(settings, engine), settings.autotune_s, settings.strategies)
         runtime.tuner = tuner
         service = cls(settings, runtime, tuner)
+        engine.reclaim = service._reclaim
         log.info("device %s, epoch %s", engine.describe(), store.mint.epoch)
         janitor = asyncio.create_task(service._sweep_for_ever())
         try:
@@ -88,6 +89,12 @@ class Service:
             store.clear()
             await pool.close()
             engine.close()
+
+    def _reclaim(self) -> bool:
+        """Free recordings and idle plans; whether there were any."""
+        recorded = len(self.recordings)
+        self.recordings.clear()
+        return bool(recorded + self.runtime.pool.evict())
 
     async def _sweep_for_ever(self) -> None:
         """Free what has expired; give back to the device what was freed in whatever way."""

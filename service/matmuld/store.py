@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -105,7 +106,7 @@ class PlanFolder:
     def read(self, path: Path) -> Entry | None:
         """The entry in a file; None if there is none, or no sound one, which is logged once."""
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_regular) as file:
                 entry = from_bytes(file.read(ENTRY_BYTES + 1))
             place = self.place(entry.device_id, entry.kind, entry.key)
             if place != path:
@@ -249,3 +250,12 @@ def _replace(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+def _regular(path: str, flags: int) -> int:
+    """Open a file that is none to wait for. Raises ValueError."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return descriptor

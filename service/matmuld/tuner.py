@@ -166,10 +166,14 @@ class Tuner:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def close(self) -> None:
-        """Measure no more; all that measuring held is free on return."""
+    def stop(self) -> None:
+        """Measure no more; who waits for a measurement goes the way that there is."""
         self._measurer.closing = True
         self._awaited.set()
+
+    async def close(self) -> None:
+        """Stop; all that measuring held is free on return."""
+        self.stop()
         await asyncio.gather(*self._tasks)
 
     async def _open(self, choice: Choice) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from matmuld.steps import Steps
 
 from ..local import Wire, decoded, packed, raw, running, tensor
 from ..reference import DTYPES, Host, activate, assert_close, f64, random
-from .refusals import BACKWARD, FORWARD, MLP_BACKWARD, MLP_FORWARD, refused_header
+from .refusals import BACKWARD, FORWARD, MLP_BACKWARD, MLP_FORWARD, refused_header, wait_for
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 EYE = np.eye(3, dtype=np.float32)
@@ -312,3 +313,84 @@ def test_repetitions_at_once_do_not_mix(socket_path: Path) -> None:
         identity = np.eye(rows, dtype=np.float32)
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(ask, range(8)))
+
+
+def test_a_payload_beside_a_held_result_is_of_its_own_request(socket_path: Path) -> None:
+    header = {"x": tensor(X, 0), "weight": tensor(EYE, 1), "activation": "relu", "save_aux": True}
+
+    def ask(factor: int) -> None:
+        wire = Wire(socket_path)
+        for _ in range(60):
+            answer = wire.send(FORWARD, header, raw(factor * X), raw(EYE))
+            np.testing.assert_array_equal(answer.array("y"), factor * X)
+            handle = answer.header["aux"]["tensor"]
+            assert wire.request("DELETE", f"/v1/tensors/{handle}").status == 204
+        wire.close()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(ask, range(1, 7)))
+
+
+def test_a_slow_reader_gets_the_bytes_of_its_own_requests(tmp_path: Path) -> None:
+    """Replies of about as much as goes out in one piece, none of them read until all are made."""
+    for columns in (15_000, 16_376, 16_384, 20_000):
+        with service(tmp_path, "cpu") as (_, wire):
+            identity = wire.hold(np.ones((columns, 1), np.float32))
+            ones = np.ones((1, 1), np.float32)
+            header = {"x": tensor(ones, 0), "weight": {"tensor": identity}}
+            slow = socket.socket(socket.AF_UNIX)
+            slow.connect(str(tmp_path / "s"))
+            for factor in range(1, 9):
+                body = packed(header, raw(factor * ones))
+                head = f"POST {FORWARD} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+                slow.sendall(f"{head}Content-Type: application/msgpack\r\n\r\n".encode() + body)
+            for _ in range(5):
+                assert wire.send(FORWARD, header, raw(99 * ones)).status == 200
+            with slow.makefile("rb") as stream:
+                for factor in range(1, 9):
+                    while (line := stream.readline().lower()) != b"\r\n":
+                        if line.startswith(b"content-length:"):
+                            length = int(line.split()[1])
+                    y = np.frombuffer(stream.read(length)[-4 * columns :], np.float32)
+                    np.testing.assert_array_equal(y, np.full(columns, factor, np.float32))
+            slow.close()
+        (tmp_path / "s").unlink()
+
+
+def test_recordings_of_freed_plans_and_of_freed_targets_are_closed(
+    tmp_path: Path, device: str
+) -> None:
+    with service(tmp_path, device) as (its, wire):
+        weight = random(np.random.default_rng(0), (70, 70), "bfloat16")
+        handle = wire.hold(weight)
+        before = wire.get("/v1/info")["memory"]["used_bytes"]
+        for alpha in range(1, 20):
+            x = random(np.random.default_rng(alpha), (alpha, 70), "bfloat16")
+            held_weight = {"tensor": handle}
+            header = {"x": tensor(x, 0), "weight": held_weight} | {"alpha": float(alpha)}
+            for _ in range(4):
+                assert wire.send(FORWARD, header, raw(x)).status == 200
+        assert len(its.recordings) == 19
+        assert wire.request("DELETE", "/v1/plans").status == 200
+        assert len(its.recordings) == 0
+        wait_for(lambda: bool(wire.get("/v1/info")["memory"]["used_bytes"] == before))
+        target = wire.hold(np.zeros((2, 3), np.float32))
+        into = HEADER | {"outputs": {"y": {"tensor": target}}}
+        for _ in range(4):
+            assert wire.send(FORWARD, into, raw(X), raw(EYE)).status == 200
+        assert len(its.recordings) == 1
+        assert wire.request("DELETE", f"/v1/tensors/{target}").status == 204
+        assert len(its.recordings) == 0
+
+
+def test_what_is_kept_for_repetitions_makes_room_for_tensors(tmp_path: Path) -> None:
+    limit = 1 << 20
+    settings = {"memory_limit": limit, "recording_bytes": limit, "tenant_bytes": limit}
+    with service(tmp_path, "cpu", **settings) as (its, wire):
+        x = random(np.random.default_rng(0), (100, 100), "bfloat16")
+        header = {"x": tensor(x, 0), "weight": tensor(x, 1)}
+        for _ in range(4):
+            assert wire.send(FORWARD, header, raw(x), raw(x)).status == 200
+        assert its.runtime.engine.memory().used > 0
+        wire.hold(np.zeros(limit // 4, np.float32))
+        assert len(its.recordings) == len(its.runtime.pool) == 0

@@ -205,3 +205,15 @@ def test_a_write_that_fails_leaves_the_old_record_and_no_other_file(
     assert "cannot write" in caplog.text
     assert store.get("strategy", "key") == STRATEGY
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_no_file_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PlanStore(tmp_path, DEVICE)
+    store.put("strategy", "key", STRATEGY)
+    (path,) = tmp_path.glob("*/*.plan")
+    path.unlink()
+    os.mkfifo(path)
+    assert PlanStore(tmp_path, DEVICE).get("strategy", "key") is None
+    assert "it is no regular file" in caplog.text

@@ -58,8 +58,14 @@ async def _serve(settings: Settings) -> None:
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
     )
+
+    def stop(number: int) -> None:
+        if app.service is not None:
+            app.service.tuner.stop()
+        server.handle_exit(number, None)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     with listening(settings.listen) as sockets:
         async with AsyncExitStack() as stack:
             try:

@@ -156,6 +156,7 @@ class CpuEngine:
         self._quiet = copy_context()
         self._quiet.run(np.seterr, all="ignore")
         self.choices: Choices = InMemoryChoices()
+        self.reclaim: Callable[[], bool] = bool
         signer = Signer(_alignment)
         self.signature, self.layout = signer.sign, signer.layout
         self._blas = _BlasThreads()
@@ -173,6 +174,8 @@ class CpuEngine:
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self._limit - self._used:
+            self.reclaim()
         if nbytes > self._limit - self._used:
             memory = self.memory()
             raise OutOfMemory(

@@ -92,6 +92,7 @@ class CudaEngine:
         signer = Signer(_alignment)
         self.signature, self.layout = signer.sign, signer.layout
         self.choices: Choices = InMemoryChoices()
+        self.reclaim: Callable[[], bool] = bool
         self._events: list[Any] = []
         self._compiled: set[tuple[Any, ...]] = set()
         self._is_lean = lean_launch and self._may_launch()
@@ -146,7 +147,12 @@ class CudaEngine:
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         try:
-            return empty(cupy, tuple(shape), dtype)
+            try:
+                return empty(cupy, tuple(shape), dtype)
+            except OutOfMemoryError:
+                if not self.reclaim():
+                    raise
+                return empty(cupy, tuple(shape), dtype)
         except OutOfMemoryError as error:
             raise OutOfMemory(_TOO_LITTLE.format(error)) from None
 

@@ -138,6 +138,8 @@ class Engine(Protocol):
 
     choices: Choices
     """Where the algorithms of earlier runs are found."""
+    reclaim: Callable[[], bool]
+    """Frees memory that can be done without, if there is any; asked before memory is refused."""
 
     @property
     def name(self) -> str:

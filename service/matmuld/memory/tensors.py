@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Protocol
-from weakref import WeakSet
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matmuld_client.errors import OutOfMemory
 
 from ..engine.epilogs import AuxKind
 from ..engine.protocol import Array
+from ..readers import Readers
 from .handles import HandleMint
 
 Kind = Literal["tensor", AuxKind, "tape"]
@@ -44,6 +44,7 @@ class Resident:
         value: an array; of a tape, what its kind keeps, made of `arrays`.
         rows: of aux data, the rows that are not padding.
         readers: what reads the value over and over; closed when it is freed or replaced.
+        writers: what replaces it over and over; closed when it is freed.
         weight: of aux data, the handle of the weight of the layer that it belongs to, if that was
             resident.
         quantization: of a tensor that the service quantized.
@@ -62,7 +63,8 @@ class Resident:
     quantization: Quantization | None = None
     version: int = 1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    readers: WeakSet[Closable] = field(default_factory=WeakSet)
+    readers: Readers = field(default_factory=Readers)
+    writers: Readers = field(default_factory=Readers)
 
     @property
     def nbytes(self) -> int:
@@ -76,12 +78,6 @@ class Resident:
     def pin(self, pinned: bool) -> None:
         self.pinned = pinned
         self.expires_at = FOREVER if pinned else monotonic() + self.ttl
-
-
-class Closable(Protocol):
-    """What reads a value over and over, and must stop when it is no longer held."""
-
-    def close(self) -> None: ...
 
 
 class TensorStore:
@@ -211,6 +207,7 @@ class TensorStore:
     def free(self, resident: Resident) -> None:
         """Forget the handle; the memory goes with its last user. Freeing twice is nothing."""
         if self._residents.pop(resident.handle, None) is not None:
+            resident.writers.close()
             self._release(resident)
 
     def _retain(self, resident: Resident) -> None:
@@ -225,9 +222,7 @@ class TensorStore:
 
     def _release(self, resident: Resident) -> None:
         """Nothing reads or counts what it had any more."""
-        if resident.readers:
-            for reader in list(resident.readers):
-                reader.close()
+        resident.readers.close()
         for array in resident.arrays:
             key = resident.tenant, id(array)
             self._holders[key] -= 1
