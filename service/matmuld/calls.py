@@ -107,26 +107,27 @@ class Runtime:
 
 @dataclass(slots=True)
 class Result:
-    """An output on the device, and where it is to go."""
+    """An output on the device, and where it is to go. `parts`: the arrays that make up a tape."""
 
-    value: Array
+    value: Any
     placement: Placement = "payload"
     kind: Kind = "tensor"
     rows: int | None = None
     weight: str | None = None
+    parts: Sequence[Array] | None = None
     target: Resident | None = None
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        return (self.value,) if self.parts is None else self.parts
 
     def of(self, value: Array) -> Result:
         """The same output, with another value."""
         return Result(value, self.placement, self.kind, self.rows, self.weight)
 
-
-@dataclass(slots=True)
-class TapeResult:
-    """A tape to hold, and the arrays that it is made of."""
-
-    value: Any
-    arrays: Sequence[Array]
+    def to(self, placement: Placement) -> Result:
+        """The same output, for another place."""
+        return Result(self.value, placement, self.kind, self.rows, self.weight, self.parts)
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class Step:
     """
 
     sources: Sources
-    run: Callable[[Call], Awaitable[Reply]]
+    run: Callable[[Call], Awaitable[Results]]
     repeatable: bool = True
     runs: int = 0
     generation: int = -1
@@ -221,7 +222,7 @@ class Call:
         self._parts = 0
         self.payloads = payloads
         self._residents: list[tuple[Resident, int]] = []
-        self._held: list[Array | None] = []
+        self._held: list[Any] = []
         self._signatures: list[Signature] = []
         self._products = 0
         self.created: list[Resident] = []
@@ -238,11 +239,16 @@ class Call:
             if reply is not None:
                 return reply
         step.runs += 1
-        self.bind(step.sources)
         if step.generation != self._tuner.generation:
             step.generation, step.ways, step.signatures = self._tuner.generation, [], []
         self._ways, self._signatures = step.ways, step.signatures
-        return await step.run(self)
+        consumed = [self._resident(operand) for operand in step.sources.consumed]
+        async with self.writing(step.sources.targets, consumed):
+            self.bind(step.sources)
+            reply = await self.deliver(await step.run(self))
+            for tape in consumed:
+                self.store.free(tape)
+        return reply
 
     def bind(self, sources: Sources) -> None:
         """Take hold of the operands, of every tensor the version that it has now."""
@@ -251,9 +257,21 @@ class Call:
             if operand.handle is None:
                 self._held.append(None)
             else:
-                resident = self.store.get(self.tenant, operand.handle, operand.name)
+                resident = self._resident(operand)
                 self._residents.append((resident, resident.version))
                 self._held.append(operand.held(resident))
+
+    def _resident(self, operand: Operand) -> Resident:
+        assert operand.handle is not None
+        return self.store.get(self.tenant, operand.handle, operand.name)
+
+    def feed(self, operand: Operand, value: Any) -> None:
+        """What an earlier step of a program gives for an operand; None: it is not read again."""
+        self._held[operand.index] = value
+
+    def tape(self, operand: Operand) -> Any:
+        """A bound tape."""
+        return self._held[operand.index]
 
     async def load(self, operand: Operand) -> Array:
         """A bound operand as an array on the device. Raises OutOfMemory."""
@@ -315,12 +333,14 @@ class Call:
         """The tensor that an output goes into. Raises Gone if it is no longer held."""
         return self.store.get(self.tenant, into.tensor, "outputs")
 
-    def writing(self, placements: Iterable[Placement]) -> Writing:
-        """Keep other writers from the tensors that outputs go into, for an ``async with``."""
-        targets = [self.target(place) for place in placements if isinstance(place, Into)]
-        return Writing(sorted(targets, key=lambda target: target.handle))
+    def writing(self, targets: Iterable[Into], consumed: Iterable[Resident] = ()) -> Writing:
+        """Keep others from the tensors that outputs go into, and from tapes that are used up, for
+        an ``async with``.
+        """
+        held = {held.handle: held for held in (*map(self.target, targets), *consumed)}
+        return Writing([held[handle] for handle in sorted(held)])
 
-    async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
+    async def deliver(self, results: Results) -> Reply:
         """Put every result in its place: all of them or, if anything fails, none."""
         leaves = list(leaves_of(results))
         began = perf_counter()
@@ -333,16 +353,10 @@ class Call:
             await self.engine.synchronize()
         self.timing.copy += copying
         self.timing.compute += perf_counter() - began - copying
-        if tape is None and len(fetched) == len(leaves):
-            return self.header(results), payloads
-        await self._lay_out(leaves)
-        self._check_places(leaves, tape)
-        header = self.header(results)
-        if tape is not None:
-            held = self.store.add(self.tenant, tape.value, kind="tape", arrays=tape.arrays)
-            self.created.append(held)
-            header["tape"] = {"tensor": held.handle, "kind": "tape"}
-        return header, payloads
+        if len(fetched) < len(leaves):
+            await self._lay_out(leaves)
+            self._check_places(leaves)
+        return self.header(results), payloads
 
     def undo(self) -> None:
         """Free the handles that the reply would have told, for there is nobody to tell."""
@@ -356,11 +370,9 @@ class Call:
                 held = self.target(leaf.placement).value
                 leaf.value = await laid_out_as(self.engine, held, leaf.value)
 
-    def _check_places(self, leaves: Sequence[Result], tape: TapeResult | None) -> None:
+    def _check_places(self, leaves: Sequence[Result]) -> None:
         """Raise unless every result can be placed; nothing runs between this and the placing."""
-        arrays = [leaf.value for leaf in leaves if leaf.placement == "tensor"]
-        if tape is not None:
-            arrays += tape.arrays
+        arrays = [array for leaf in leaves if leaf.placement == "tensor" for array in leaf.arrays]
         self.store.check(self.tenant, self.store.fresh(self.tenant, arrays))
         for leaf in leaves:
             if isinstance(leaf.placement, Into):
@@ -380,7 +392,7 @@ class Call:
         return header
 
     def _place(self, result: Result, payloads: Iterator[int]) -> dict[str, Any]:
-        described = describe(result.value)
+        described = {} if result.kind == "tape" else describe(result.value)
         if result.placement == "payload":
             described["payload"] = next(payloads)
             if result.kind != "tensor":
@@ -391,6 +403,7 @@ class Call:
                 self.tenant,
                 result.value,
                 kind=result.kind,
+                arrays=result.arrays,
                 rows=result.rows,
                 weight=result.weight,
             )
@@ -403,12 +416,17 @@ class Call:
 
 
 def leaves_of(results: Results) -> Iterator[Result]:
-    for result in results.values():
+    return (result for _, result in paths_of(results))
+
+
+def paths_of(results: Results, within: str = "") -> Iterator[tuple[str, Result]]:
+    """Every result and what it is called, such as ``layers[1].dbias``."""
+    for name, result in results.items():
         if isinstance(result, list):
-            for part in result:
-                yield from leaves_of(part)
+            for index, part in enumerate(result):
+                yield from paths_of(part, f"{within}{name}[{index}].")
         else:
-            yield result
+            yield within + name, result
 
 
 async def laid_out_as(engine: Engine, like: Array, array: Array) -> Array:

@@ -24,8 +24,8 @@ from .engine.elementwise import swap
 from .engine.epilogs import AUX_KINDS
 from .engine.float8 import FLOAT8
 from .engine.protocol import Array, Engine
-from .memory.tensors import Resident, TensorStore
-from .schemas import Into, Tensor
+from .memory.tensors import Kind, Resident, TensorStore
+from .schemas import Into, StepOutput, Tensor
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 FACTORS = (*FLOATS, *FLOAT8)
@@ -35,7 +35,7 @@ BLACKWELL = (
     *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
 )
 """Types scaled by blocks, which only GPUs of compute capability 10 and more multiply."""
-SOURCES = ("payload", "data", "tensor")
+SOURCES = ("payload", "data", "tensor", "step")
 AUX_DTYPES = {kind: ("uint8",) if kind == "relu_aux" else FLOATS for kind in AUX_KINDS}
 BYTES_LIMIT = 1 << 48
 """What an address can reach. Extents of 0 count as 1, so that no size can overflow."""
@@ -55,8 +55,10 @@ class Operand:
         data: source: the bytes, which came inside a JSON header.
         handle: source: what the service holds; without any source it is only described.
         offset: of a view of what is held, in elements; None: all of it.
+        step: source: the earlier step of a program and what it calls the output.
         rows, weight: of aux data that is held, what its resident says.
         is_scale: it is what the tensor of that handle was quantized with.
+        consumed: a tape that is freed once it has been used.
     """
 
     name: str
@@ -69,9 +71,11 @@ class Operand:
     data: memoryview | None = None
     handle: str | None = None
     offset: int | None = None
+    step: tuple[int, str] | None = None
     rows: int | None = None
     weight: str | None = None
     is_scale: bool = False
+    consumed: bool = False
 
     @property
     def size(self) -> int:
@@ -140,11 +144,73 @@ class Operand:
         return InvalidOperands(f"{self.name}: {problem}", operand=self.name)
 
 
+class Output(NamedTuple):
+    """What an output looks like before it is there.
+
+    Attributes:
+        rows, weight: of aux data, as its resident would say.
+        parameter: it is the gradient of a parameter, which may be accumulated.
+        tape: of a tape, what its operation must know of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kind: Kind = "tensor"
+    rows: int | None = None
+    weight: str | None = None
+    parameter: bool = False
+    tape: Any = None
+
+
+class Program:
+    """What the steps of a program know of each other while they are checked, one after the other.
+
+    Attributes:
+        names: the places of the steps by name, of those to come too.
+        outputs: those of the steps that have been checked.
+        accumulated: outputs of the step being checked that are added to tensors.
+    """
+
+    def __init__(self, names: dict[str, int]) -> None:
+        self.names = names
+        self.outputs: list[dict[str, Output]] = []
+        self.accumulated: dict[str, Into] = {}
+
+    def find(self, path: str, step: str, output: str) -> tuple[int, Output]:
+        """The place of an earlier step, and its output. Raises InvalidOperands."""
+        index = self.names.get(step)
+        if index is None:
+            raise InvalidOperands(
+                f"{path}: expected the name of a step, got {step[:40]!r}", operand=path
+            )
+        if index >= len(self.outputs):
+            raise InvalidOperands(
+                f"{path}: expected an earlier step, got {step[:40]!r}, which is steps[{index}]",
+                operand=path,
+            )
+        found = self.outputs[index].get(output)
+        if found is None:
+            names = ", ".join(list(self.outputs[index])[:8])
+            raise InvalidOperands(
+                f"{path}: expected an output of step {step[:40]!r} ({names}), got {output[:40]!r}",
+                operand=path,
+            )
+        return index, found
+
+
 class Sources(NamedTuple):
-    """The operands of a header. `payloads`: how many it names, if they are the first so many."""
+    """The operands of a header. `payloads`: how many it names, if they are the first so many;
+    `targets`: the tensors that outputs go into.
+    """
 
     operands: tuple[Operand, ...]
     payloads: int | None
+    targets: tuple[Into, ...] = ()
+
+    @property
+    def consumed(self) -> list[Operand]:
+        """The tapes that are used up."""
+        return [operand for operand in self.operands if operand.consumed]
 
     def check(self, payloads: Sequence[memoryview]) -> None:
         """Raise Malformed or InvalidOperands unless `payloads` are those that the header names."""
@@ -181,14 +247,19 @@ class Inputs:
     ) -> None:
         """`payload_limit`: bytes of a tensor in the reply; `sourceless`: nothing is sent;
         `deterministic`: the same bits every time, whether a header asks for it or not.
+
+        Of a program, `program` is set while its steps are checked. `outputs` are those of the
+        header by name, once it has been checked.
         """
         self.store = store
         self.tenant = tenant
         self.payload_limit = payload_limit
         self.deterministic = deterministic
         self.sourceless = sourceless
-        self._operands: list[Operand] = []
-        self._targets: set[str] = set()
+        self.program: Program | None = None
+        self.outputs: dict[str, Output] = {}
+        self.operands: list[Operand] = []
+        self._targets: dict[str, Into] = {}
 
     def take(self, name: str, tensor: Tensor, dtypes: Sequence[str] = FLOATS) -> Operand:
         """Check `tensor` by itself; `dtypes` are those that its place allows.
@@ -198,19 +269,25 @@ class Inputs:
             InvalidOperands: its dtype, shape or strides are wrong.
             UnknownHandle, Gone: its handle names nothing.
         """
-        handle = tensor.tensor
-        sources = (tensor.payload is not None) + (tensor.data is not None) + (handle is not None)
-        if sources != (0 if self.sourceless and handle is None else 1):
+        handle, step = tensor.tensor, tensor.step
+        sent = (tensor.payload is not None) + (tensor.data is not None)
+        known = (handle is not None) + (step is not None)
+        if sent + known != (0 if self.sourceless and not known else 1):
             raise self._wrong_sources(name, tensor)
-        if handle is not None:
+        if (step is None) != (tensor.output is None):
+            raise Malformed(f"{name}: expected both step and output, or neither", operand=name)
+        if step is not None:
+            operand = self._produced(name, tensor, dtypes)
+        elif handle is not None:
             operand = self._held(name, tensor, handle, dtypes)
         else:
             operand = self._sent(name, tensor, dtypes)
-        return self._add(operand)
+        return self.add(operand)
 
-    def _add(self, operand: Operand) -> Operand:
-        operand.index = len(self._operands)
-        self._operands.append(operand)
+    def add(self, operand: Operand) -> Operand:
+        """Make `operand` one of the header's."""
+        operand.index = len(self.operands)
+        self.operands.append(operand)
         return operand
 
     def take_own_scale(self, operand: Operand) -> Operand | None:
@@ -218,7 +295,7 @@ class Inputs:
         handle = operand.handle
         if handle is None or self.store.get(self.tenant, handle, operand.name).quantization is None:
             return None
-        return self._add(
+        return self.add(
             Operand(operand.name, DTYPES["float32"], (1,), "tensor", handle=handle, is_scale=True)
         )
 
@@ -246,13 +323,28 @@ class Inputs:
                 f"{path}: expected a tensor of its own, {into.tensor} takes another output",
                 operand=path,
             )
-        self._targets.add(into.tensor)
+        self._targets[into.tensor] = into
 
     def finish(self) -> Sources:
         """All that were taken."""
-        named = {operand.payload for operand in self._operands if operand.payload is not None}
+        named = {operand.payload for operand in self.operands if operand.payload is not None}
         count = len(named) if named == set(range(len(named))) else None
-        return Sources(tuple(self._operands), count)
+        return Sources(tuple(self.operands), count, tuple(self._targets.values()))
+
+    def find(self, name: str, source: Tensor | StepOutput) -> tuple[int, Output]:
+        """The earlier step of a program that `source` names, and its output.
+
+        Raises:
+            Malformed: this is no program.
+            InvalidOperands: there is no such step or output.
+        """
+        assert source.step is not None
+        assert source.output is not None
+        if self.program is None:
+            raise Malformed(
+                f"{name}: expected another source, a step is for /v1/run only", operand=name
+            )
+        return self.program.find(name, source.step, source.output)
 
     def _wrong_sources(self, name: str, tensor: Tensor) -> Malformed:
         expected = "no payload or data" if self.sourceless else "exactly one source"
@@ -279,22 +371,38 @@ class Inputs:
         resident = self.store.get(self.tenant, handle, name)
         if resident.kind == "tape":
             raise Conflict(f"{name}: expected a tensor, {handle} is a tape", operand=name)
-        value = resident.value
-        dtype_name = DTYPE_NAMES[value.dtype]
-        if dtype_name not in dtypes:
-            raise InvalidOperands(
-                f"{name}: expected dtype {' or '.join(dtypes)}, the tensor has {dtype_name}",
-                operand=name,
-            )
-        _expect_same(name, "dtype", tensor.dtype, dtype_name)
-        _expect_same(name, "kind", tensor.kind, resident.kind)
-        operand = Operand(name, value.dtype, value.shape, resident.kind, handle=handle)
-        operand.rows, operand.weight = resident.rows, resident.weight
-        if tensor.strides is None and not tensor.offset:
-            _expect_same(name, "shape", tensor.shape, list(value.shape))
-        else:
-            _take_view(operand, tensor, value.size)
+        value, kind = resident.value, resident.kind
+        looks = Output(value.shape, value.dtype, kind, resident.rows, resident.weight)
+        operand = _known(name, tensor, looks, dtypes)
+        operand.handle = handle
         return operand
+
+    def _produced(self, name: str, tensor: Tensor, dtypes: Sequence[str]) -> Operand:
+        index, looks = self.find(name, tensor)
+        if looks.kind == "tape":
+            raise Conflict(f"{name}: expected a tensor, got a tape", operand=name)
+        operand = _known(name, tensor, looks, dtypes)
+        operand.step = index, str(tensor.output)
+        return operand
+
+
+def _known(name: str, tensor: Tensor, looks: Output, dtypes: Sequence[str]) -> Operand:
+    """What is known to look so, or the view of it that `tensor` describes."""
+    dtype_name = DTYPE_NAMES[looks.dtype]
+    if dtype_name not in dtypes:
+        raise InvalidOperands(
+            f"{name}: expected dtype {' or '.join(dtypes)}, the tensor has {dtype_name}",
+            operand=name,
+        )
+    _expect_same(name, "dtype", tensor.dtype, dtype_name)
+    _expect_same(name, "kind", tensor.kind, looks.kind)
+    operand = Operand(name, looks.dtype, looks.shape, looks.kind)
+    operand.rows, operand.weight = looks.rows, looks.weight
+    if tensor.strides is None and not tensor.offset:
+        _expect_same(name, "shape", tensor.shape, list(looks.shape))
+    else:
+        _take_view(operand, tensor, operand.size)
+    return operand
 
 
 def described(

@@ -17,14 +17,14 @@ import numpy as np
 from matmuld_client.wire import Buffer, octets, pack, payload_head
 from msgpack import packb
 
-from .calls import Call, Chooser, Reply, Results, Runtime, Step, TapeResult, Timing, leaves_of
+from .calls import Call, Chooser, Reply, Results, Runtime, Step, Timing, leaves_of
 from .engine.epilogs import Epilog
 from .engine.protocol import Array, Engine, Launch, Operands
 from .engine.signature import Options
 from .memory.tensors import Resident
 from .operands import Operand
 from .pool import Entry, PlanPool
-from .schemas import Into, Placement
+from .schemas import Into
 
 JOIN_BYTES = 1 << 16
 """Replies up to this size are copied into one piece before they go out."""
@@ -92,7 +92,8 @@ class Recording:
         self._entries: list[Entry] = []
         self._residents: Sequence[Resident] = ()
         self._results: Results = {}
-        self._placements: list[Placement] = []
+        self._held_results = False
+        self._targets: list[Into] = []
         self._values: list[Array] = []
         self._head = b""
         self._parts: list[Buffer] = []
@@ -121,7 +122,8 @@ class Recording:
         leaves = list(leaves_of(results))
         self._results = results
         self._values = [leaf.value for leaf in leaves if leaf.placement == "payload"]
-        self._placements = [leaf.placement for leaf in leaves if leaf.placement != "payload"]
+        self._held_results = any(leaf.placement != "payload" for leaf in leaves)
+        self._targets = [leaf.placement for leaf in leaves if isinstance(leaf.placement, Into)]
         self._head = head
         if self._engine.xp is np:
             self._parts = pack(head, list(map(octets, self._values)))
@@ -161,9 +163,9 @@ class Recording:
 
     async def replay(self, call: Call) -> Reply | None:
         """The reply to `call` if results are to be held; None if it must be done step by step."""
-        async with call.writing(self._placements):
+        async with call.writing(self._targets):
             same = [len(payload) for payload in call.payloads] == self._sizes
-            if not self._placements or not same or not self._start(call.payloads, call.timing):
+            if not self._held_results or not same or not self._start(call.payloads, call.timing):
                 return None
             return await call.deliver(fresh(self._engine, self._results))
 
@@ -252,17 +254,19 @@ class Recorder(Call):
         self._possible &= (into.alpha, into.beta) == (1.0, 0.0)
         return super().target(into)
 
-    async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
-        if tape is None and self._possible and self._fits(results):
-            payloads_only = all(leaf.placement == "payload" for leaf in leaves_of(results))
+    async def deliver(self, results: Results) -> Reply:
+        leaves = list(leaves_of(results))
+        tapes = any(leaf.kind == "tape" for leaf in leaves)
+        if not tapes and self._possible and self._fits(results):
+            payloads_only = all(leaf.placement == "payload" for leaf in leaves)
             head = packb(self.header(results)) if payloads_only else b""
             residents = [resident for resident, _ in self._residents]
-            places = [leaf.placement for leaf in leaves_of(results)]
+            places = [leaf.placement for leaf in leaves]
             targets = [self.target(place) for place in places if isinstance(place, Into)]
             self._recording.complete(self.payloads, residents, targets, results, head)
             self._step.recording = self._recording
             results = fresh(self.engine, results)
-        return await super().deliver(results, tape)
+        return await super().deliver(results)
 
     def _fits(self, results: Results) -> bool:
         """Whether the memory that it takes is little, and what it read is still what is held."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from .engine.epilogs import AuxKind
 
@@ -73,6 +73,10 @@ class MatmulReply(Reply):
     dgelu_bgrad: Output | None = None
     bgrada: Output | None = None
     bgradb: Output | None = None
+
+
+class RunReply(RootModel[dict[str, Output | TapeOutput]]):
+    """The results of a program, by the names that it gave them."""
 
 
 class Metadata(Reply):

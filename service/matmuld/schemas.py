@@ -26,7 +26,9 @@ class Header(BaseModel):
 
 
 class Tensor(Header):
-    """A tensor: what it looks like, and where its elements are (`payload`, `data` or `tensor`)."""
+    """A tensor: what it looks like, and where its elements are (`payload`, `data`, `tensor`, or
+    `step` with `output`).
+    """
 
     dtype: str | None = None
     shape: Shape | None = None
@@ -36,6 +38,15 @@ class Tensor(Header):
     payload: int | None = Field(default=None, description="index of a payload of this body")
     data: str | None = Field(default=None, description="base64, in JSON bodies")
     tensor: str | None = Field(default=None, description="a handle")
+    step: str | None = Field(default=None, description="an earlier step, in /v1/run")
+    output: str | None = Field(default=None, description="of that step")
+
+
+class StepOutput(Header):
+    """An output of an earlier step, in /v1/run."""
+
+    step: str
+    output: str
 
 
 class Into(Header):
@@ -121,7 +132,7 @@ class MlpForward(Header):
 class MlpBackward(Header):
     """The gradients of a stack, from the tape of its forward pass."""
 
-    tape: str
+    tape: str | StepOutput
     dy: Tensor | None = None
     dz: Tensor | None = None
     wants: list[Want] = ["dweight", "dbias"]
@@ -147,6 +158,54 @@ class Matmul(Header):
     gelu_aux: Tensor | None = None
     options: Options = Options()
     outputs: dict[str, Placement] = {}
+
+
+class _Step(Header):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class LinearForwardStep(_Step):
+    operation: Literal["linear/forward"]
+    header: LinearForward
+
+
+class LinearBackwardStep(_Step):
+    operation: Literal["linear/backward"]
+    header: LinearBackward
+
+
+class MlpForwardStep(_Step):
+    operation: Literal["mlp/forward"]
+    header: MlpForward
+
+
+class MlpBackwardStep(_Step):
+    operation: Literal["mlp/backward"]
+    header: MlpBackward
+
+
+class MatmulStep(_Step):
+    operation: Literal["matmul"]
+    header: Matmul
+
+
+ProgramStep = Annotated[
+    LinearForwardStep | LinearBackwardStep | MlpForwardStep | MlpBackwardStep | MatmulStep,
+    Field(discriminator="operation"),
+]
+
+
+class RunOutput(StepOutput):
+    """An output of a step, and where it goes: by default where that operation would put it."""
+
+    placement: Placement | None = None
+
+
+class Run(Header):
+    """Steps in their order, each of which may read outputs of the earlier ones."""
+
+    steps: Annotated[list[ProgramStep], Field(min_length=1, max_length=64)]
+    outputs: Annotated[dict[str, RunOutput], Field(min_length=1, max_length=1024)]
 
 
 class CreateTensor(Header):
@@ -176,7 +235,7 @@ class TensorLife(Header):
 class WarmRequest(Header):
     """The header of a request to come, its tensors described but without a source."""
 
-    operation: Literal["linear/forward", "linear/backward", "mlp/forward", "matmul"]
+    operation: Literal["linear/forward", "linear/backward", "mlp/forward", "matmul", "run"]
     header: dict[str, object]
 
 

@@ -36,6 +36,7 @@ ROUTES = (
     Route("POST", "/v1/linear/backward", operation("linear/backward")),
     Route("POST", "/v1/mlp/forward", operation("mlp/forward")),
     Route("POST", "/v1/mlp/backward", operation("mlp/backward")),
+    Route("POST", "/v1/run", operation("run")),
     Route("POST", "/v1/matmul", operation("matmul")),
     Route("POST", "/v1/tensors", tensors.create),
     Route("GET", "/v1/tensors", tensors.index),

@@ -41,6 +41,7 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ..calls import Timing
+from ..operations.program import STEPS
 from ..recordings import JOIN_BYTES
 from ..schemas import Header
 
@@ -50,11 +51,13 @@ JSON_LIMIT = 1 << 24
 """Bytes of a JSON body, and of a tensor in a JSON reply: base64 takes the whole service's time."""
 HANG_UP_TURNS = 8
 """Turns of the event loop until a client that has hung up is noticed; uvloop takes 4 or 5."""
-UNION_MEMBERS = ("literal['payload','tensor']", "Into", "[key]")
+UNION_MEMBERS = ("literal['payload','tensor']", "Into", "[key]", "str", "StepOutput")
 """What pydantic adds to the place of an error."""
 WORDING = {
     "missing": "expected, is missing",
     "extra_forbidden": "unknown field",
+    "union_tag_invalid": f"expected as operation one of {', '.join(STEPS)}",
+    "union_tag_not_found": f"expected as operation one of {', '.join(STEPS)}",
     "model_type": "expected a map",
     "model_attributes_type": "expected a map",
 }
@@ -354,11 +357,15 @@ def validated(model: type[H], header: object) -> H:
         # A placement is a word or a map: the deepest error is that of the form that was meant.
         fault = max(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
         parts = [part for part in fault["loc"] if part not in UNION_MEMBERS]
+        inside = 0
+        if parts[:1] == ["steps"]:  # the operation, and `header` if it is about a field of that
+            del parts[2 : 4 if len(parts) > 4 else 3]
+            inside = 2 if len(parts) > 2 else 0
         expected = re.sub(r"^\w+ should (be|have)", "expected", fault["msg"])
         came = "" if fault["type"] == "missing" else f", got {reprlib.repr(fault['input'])}"
         raise Malformed(
             f"{_location(parts) or 'header'}: {WORDING.get(fault['type'], expected)}{came}",
-            operand=_location(parts[: DEPTHS.get(parts[0], 1)]) if parts else None,
+            operand=_location(parts[: inside + DEPTHS.get(parts[inside], 1)]) if parts else None,
         ) from None
 
 

@@ -33,6 +33,7 @@ REPLIES: dict[tuple[str, str], type[BaseModel]] = {
     ("POST", "/v1/mlp/forward"): replies.MlpForwardReply,
     ("POST", "/v1/mlp/backward"): replies.MlpBackwardReply,
     ("POST", "/v1/matmul"): replies.MatmulReply,
+    ("POST", "/v1/run"): replies.RunReply,
     ("POST", "/v1/tensors"): replies.Metadata,
     ("GET", "/v1/tensors"): replies.Tensors,
     ("GET", "/v1/tensors/{handle}"): replies.Value,

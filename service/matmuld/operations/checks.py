@@ -15,7 +15,7 @@ from ..engine.elementwise import assign, aux_shape, swap
 from ..engine.epilogs import ACTIVATIONS, AUX_KINDS, Activation, AuxKind
 from ..engine.protocol import Array
 from ..memory.tensors import Kind
-from ..operands import AUX_DTYPES, Inputs, Operand, check_bytes
+from ..operands import AUX_DTYPES, Inputs, Operand, Output, check_bytes
 from ..schemas import Into, Placement, Tensor
 from .float8 import check_bias, check_factors, check_multiples
 
@@ -82,6 +82,8 @@ def take_aux(inputs: Inputs, name: str, tensor: Tensor) -> tuple[Operand, AuxKin
     said: Kind | None = tensor.kind
     if tensor.tensor is not None:
         said = inputs.store.get(inputs.tenant, tensor.tensor, name).kind
+    elif tensor.step is not None and tensor.output is not None:
+        said = inputs.find(name, tensor)[1].kind
     for kind in AUX_KINDS:
         if kind == said:
             return inputs.take(name, tensor, AUX_DTYPES[kind]), kind
@@ -137,18 +139,71 @@ def output(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     *,
-    gradient: bool = False,
+    parameter: bool = False,
 ) -> Placement:
     """Where an output of that shape and dtype goes, which the header says under `path`.
+    `parameter`: it is the gradient of one.
 
     Raises:
-        InvalidOperands: it cannot go there. Only gradients of parameters are accumulated.
+        InvalidOperands: it cannot go there.
         Conflict: it is to go into what is no tensor.
     """
+    return declare(inputs, path, placement, Output(shape, dtype, parameter=parameter))
+
+
+def aux_output(
+    inputs: Inputs,
+    path: str,
+    placement: Placement | None,
+    kind: AuxKind,
+    d: tuple[int, ...],
+    dtype: np.dtype[Any],
+    weight: str | None = None,
+) -> Placement:
+    """Where the aux of a D of that shape goes; it stays in the service unless the header says so.
+    `weight`: the handle of the weight of its layer.
+
+    Raises:
+        InvalidOperands: it cannot go there.
+    """
+    element = np.dtype(np.uint8) if kind == "relu_aux" else dtype
+    looks = Output(aux_shape(kind, d), element, kind, d[-2], weight)
+    return declare(inputs, path, placement, looks)
+
+
+def declare(inputs: Inputs, path: str, placement: Placement | None, looks: Output) -> Placement:
+    """Note an output; where it goes. Those of a program's steps go nowhere by themselves.
+
+    Raises:
+        InvalidOperands: it cannot go there.
+        Conflict: it is to go into what is no tensor.
+    """
+    name = path.removeprefix("outputs.")
+    inputs.outputs[name] = looks
+    if inputs.program is None:
+        return place(inputs, path, placement, looks)
+    check_bytes(path, looks.shape, looks.dtype)
+    return inputs.program.accumulated.get(name, "payload")
+
+
+def place(inputs: Inputs, path: str, placement: Placement | None, looks: Output) -> Placement:
+    """Where an output goes, which the header says under `path`. Only gradients of parameters are
+    accumulated; an aux or a tape stays in the service unless the header says so.
+
+    Raises:
+        InvalidOperands: it cannot go there.
+        Conflict: it is to go into what is no tensor.
+    """
+    shape, dtype, kind = looks.shape, looks.dtype, looks.kind
     check_bytes(path, shape, dtype)
-    placement = placement or "payload"
+    if placement is None:
+        placement = "payload" if kind == "tensor" else "tensor"
+    if kind == "tape" and placement != "tensor":
+        raise InvalidOperands(f"{path}: expected tensor for a tape", operand=path)
     if isinstance(placement, Into):
-        if not gradient and scale_of(placement) != (1.0, 0.0):
+        if kind != "tensor":
+            raise InvalidOperands(f"{path}: expected payload or tensor, got a handle", operand=path)
+        if not looks.parameter and scale_of(placement) != (1.0, 0.0):
             raise InvalidOperands(f"{path}: alpha and beta are for dweight and dbias", operand=path)
         inputs.target(path, placement, shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -159,25 +214,6 @@ def output(
             operand=path,
         )
     return placement
-
-
-def aux_output(
-    inputs: Inputs,
-    path: str,
-    placement: Placement | None,
-    kind: AuxKind,
-    d: tuple[int, ...],
-    dtype: np.dtype[Any],
-) -> Placement:
-    """Where the aux of a D of that shape goes; it stays in the service unless the header says so.
-
-    Raises:
-        InvalidOperands: it cannot go there.
-    """
-    if isinstance(placement, Into):
-        raise InvalidOperands(f"{path}: expected payload or tensor, got a handle", operand=path)
-    element = np.dtype(np.uint8) if kind == "relu_aux" else dtype
-    return output(inputs, path, placement or "tensor", aux_shape(kind, d), element)
 
 
 def scale_of(placement: Placement) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
-from ..calls import Call, Reply, Result, Results, Step
+from ..calls import Call, Result, Results, Step
 from ..engine.elementwise import reshape
 from ..engine.epilogs import ACTIVATIONS, AUX_OF, Activation, AuxKind
 from ..engine.protocol import Array
@@ -56,20 +56,19 @@ class _Forward:
     y_place: Placement
     aux_place: Placement
 
-    async def run(self, call: Call) -> Reply:
+    async def run(self, call: Call) -> Results:
         shape = self.shape
-        async with call.writing((self.y_place,)):
-            y = call.empty((shape.batch, shape.outputs), self.dtype)
-            aux = None
-            if self.kind is not None:
-                aux = empty_aux(call, self.kind, shape.outputs, shape.batch, self.dtype)
-            if shape.batch:
-                await self._product(call, y, aux)
-            results: Results = {"y": Result(y.reshape(*shape.lead, shape.outputs), self.y_place)}
-            if self.kind is not None:
-                owner = self.weight.handle
-                results["aux"] = Result(aux, self.aux_place, self.kind, shape.outputs, owner)
-            return await call.deliver(results)
+        y = call.empty((shape.batch, shape.outputs), self.dtype)
+        aux = None
+        if self.kind is not None:
+            aux = empty_aux(call, self.kind, shape.outputs, shape.batch, self.dtype)
+        if shape.batch:
+            await self._product(call, y, aux)
+        results: Results = {"y": Result(y.reshape(*shape.lead, shape.outputs), self.y_place)}
+        if self.kind is not None:
+            owner = self.weight.handle
+            results["aux"] = Result(aux, self.aux_place, self.kind, shape.outputs, owner)
+        return results
 
     async def _product(self, call: Call, y: Array, aux: Array | None) -> None:
         x_scale, weight_scale = self.scales
@@ -118,7 +117,9 @@ def forward(inputs: Inputs, header: LinearForward) -> Step:
     aux_place: Placement = "tensor"
     if kind is not None:
         d = (shape.outputs, shape.batch)
-        aux_place = aux_output(inputs, "outputs.aux", header.outputs.get("aux"), kind, d, dtype)
+        aux_place = aux_output(
+            inputs, "outputs.aux", header.outputs.get("aux"), kind, d, dtype, weight.handle
+        )
     elif "aux" in header.outputs:
         raise InvalidOperands("outputs.aux: expected save_aux with it", operand="outputs.aux")
     step = _Forward(
@@ -231,28 +232,26 @@ class _Backward:
     shape: LinearShape
     places: dict[str, Placement]
 
-    async def run(self, call: Call) -> Reply:
+    async def run(self, call: Call) -> Results:
         shape, places = self.shape, self.places
-        async with call.writing(places.values()):
-            dz = (await call.load(self.gradient)).reshape(shape.batch, shape.outputs)
-            if self.aux is not None and shape.batch:
-                aux = await load_aux(call, self.aux[0])
-                dz = await strategies.pre_activation_gradient(call, dz, aux, self.aux[1])
-            results = await self._input_gradient(call, dz) if "dx" in places else {}
-            x = None
-            if "dweight" in places:
-                assert self.x is not None
-                x = (await call.load(self.x)).reshape(shape.batch, shape.inputs)
-            results |= await parameter_gradients(
-                call,
-                dz,
-                x,
-                self.options,
-                dweight=places.get("dweight"),
-                dbias=places.get("dbias"),
-                dtype=self.dtype,
-            )
-            return await call.deliver(results)
+        dz = (await call.load(self.gradient)).reshape(shape.batch, shape.outputs)
+        if self.aux is not None and shape.batch:
+            aux = await load_aux(call, self.aux[0])
+            dz = await strategies.pre_activation_gradient(call, dz, aux, self.aux[1])
+        results = await self._input_gradient(call, dz) if "dx" in places else {}
+        x = None
+        if "dweight" in places:
+            assert self.x is not None
+            x = (await call.load(self.x)).reshape(shape.batch, shape.inputs)
+        return results | await parameter_gradients(
+            call,
+            dz,
+            x,
+            self.options,
+            dweight=places.get("dweight"),
+            dbias=places.get("dbias"),
+            dtype=self.dtype,
+        )
 
     async def _input_gradient(self, call: Call, dz: Array) -> Results:
         assert self.weight is not None
@@ -383,7 +382,7 @@ def _places(
             given.get(name),
             looks,
             dtype,
-            gradient=name in ("dweight", "dbias"),
+            parameter=name in ("dweight", "dbias"),
         )
         for name, looks in wanted.items()
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matmuld_client.errors import InvalidOperands, Malformed
 
-from ..calls import Call, Reply, Result, Results, Step
+from ..calls import Call, Result, Results, Step
 from ..engine.elementwise import assign, aux_shape, reshape, swap
 from ..engine.epilogs import CUBLASLT, TABLE, AuxKind, Epilog, output_names
 from ..engine.float8 import is_float8
@@ -59,20 +59,19 @@ class _Product:
     sizes: _Sizes
     places: dict[str, Placement]
 
-    async def run(self, call: Call) -> Reply:
+    async def run(self, call: Call) -> Results:
         row, sizes, places = TABLE[self.epilog], self.sizes, self.places
-        async with call.writing(places.values()):
-            d = _empty_matrices(call, sizes, sizes.m, self.dtype, column_major=row.column_major)
-            vector, out_aux = await _epilog_outputs(call, self.epilog, sizes, self.dtype)
-            if d.size:
-                await self._launch(call, d, vector, out_aux)
-            results: Results = {"d": Result(_unflatten(d, sizes), places["d"])}
-            for name in output_names(self.epilog):
-                value = _unflatten(out_aux if name == row.aux_out else vector, sizes)
-                results[name] = Result(value, places[name])
-                if row.aux_out is not None:
-                    results[name] = Result(value, places[name], row.aux_out, sizes.m)
-            return await call.deliver(results)
+        d = _empty_matrices(call, sizes, sizes.m, self.dtype, column_major=row.column_major)
+        vector, out_aux = await _epilog_outputs(call, self.epilog, sizes, self.dtype)
+        if d.size:
+            await self._launch(call, d, vector, out_aux)
+        results: Results = {"d": Result(_unflatten(d, sizes), places["d"])}
+        for name in output_names(self.epilog):
+            value = _unflatten(out_aux if name == row.aux_out else vector, sizes)
+            results[name] = Result(value, places[name])
+            if row.aux_out is not None:
+                results[name] = Result(value, places[name], row.aux_out, sizes.m)
+        return results
 
     async def _launch(
         self, call: Call, d: Array, vector: Array | None, out_aux: Array | None

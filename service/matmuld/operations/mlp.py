@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matmuld_client.errors import Conflict, InvalidOperands, Malformed
 
 from .. import strategies
-from ..calls import Call, Reply, Result, Results, Step, TapeResult
+from ..calls import Call, Result, Results, Step
 from ..engine.elementwise import reshape
 from ..engine.epilogs import AUX_OF, Activation
 from ..engine.float8 import is_float8
 from ..engine.protocol import Array
 from ..engine.signature import Options
-from ..operands import FACTORS, Inputs, Operand
-from ..schemas import Layer, MlpBackward, MlpForward, Placement
+from ..operands import FACTORS, Inputs, Operand, Output
+from ..schemas import Layer, MlpBackward, MlpForward, Placement, StepOutput
 from ..strategies import Forward, InputGradient
-from .checks import LinearShape, activation_of, empty_aux, linear_shape, output
+from .checks import LinearShape, activation_of, declare, empty_aux, linear_shape, output
 from .float8 import OperandScale, take_scale
 from .linear import hidden_gradients, parameter_gradients
 from .options import planner_options
@@ -56,6 +56,21 @@ class Tape:
         """(batch, out) of the last layer."""
         return self.layers[-1].x.shape[0], self.layers[-1].weight.shape[0]
 
+    @property
+    def looks(self) -> TapeLooks:
+        layers = [(layer.weight.shape, layer.has_bias) for layer in self.layers]
+        return TapeLooks(layers, self.lead, np.dtype(self.layers[0].x.dtype))
+
+
+class TapeLooks(NamedTuple):
+    """What a tape is like before it is there. `layers`: shape of the weight, whether it has a bias;
+    `lead`: the dimensions of x before the last.
+    """
+
+    layers: list[tuple[tuple[int, ...], bool]]
+    lead: tuple[int, ...]
+    dtype: np.dtype[Any]
+
 
 @dataclass(slots=True)
 class _Layer:
@@ -80,25 +95,23 @@ class _Forward:
     dtype: np.dtype[Any]
     place: Placement
 
-    async def run(self, call: Call) -> Reply:
+    async def run(self, call: Call) -> Results:
         lead, first, last = self.x.shape[:-1], self.layers[0].shape, self.layers[-1].shape
-        async with call.writing((self.place,)):
-            current = reshape(await call.load(self.x), first.batch, first.inputs)
-            scale, recorded = self.scale, list[TapeLayer]()
-            for layer in self.layers:
-                y = call.empty((first.batch, layer.shape.outputs), self.dtype)
-                recorded.append(
-                    await _layer_forward(
-                        call, layer, (current, scale), y, self.options, keep=self.save_tape
-                    )
+        current = reshape(await call.load(self.x), first.batch, first.inputs)
+        scale, recorded = self.scale, list[TapeLayer]()
+        for layer in self.layers:
+            y = call.empty((first.batch, layer.shape.outputs), self.dtype)
+            recorded.append(
+                await _layer_forward(
+                    call, layer, (current, scale), y, self.options, keep=self.save_tape
                 )
-                current, scale = y, OperandScale()
-            tape = None
-            if self.save_tape:
-                value = Tape(recorded, lead, self.options)
-                tape = TapeResult(value, value.arrays)
-            y = Result(current.reshape(*lead, last.outputs), self.place)
-            return await call.deliver({"y": y}, tape)
+            )
+            current, scale = y, OperandScale()
+        results: Results = {"y": Result(current.reshape(*lead, last.outputs), self.place)}
+        if self.save_tape:
+            tape = Tape(recorded, lead, self.options)
+            results["tape"] = Result(tape, "tensor", "tape", parts=tape.arrays)
+        return results
 
 
 def forward(inputs: Inputs, header: MlpForward) -> Step:
@@ -121,6 +134,10 @@ def forward(inputs: Inputs, header: MlpForward) -> Step:
     scale = take_scale(inputs, "scales.x", x, header.scales.get("x"))
     y_shape = (*x.shape[:-1], layers[-1].shape.outputs)
     place = output(inputs, "outputs.y", header.outputs.get("y"), y_shape, dtype)
+    if header.save_tape:
+        weights = [(layer.weight.shape, layer.bias is not None) for layer in layers]
+        tape = TapeLooks(weights, x.shape[:-1], dtype)
+        declare(inputs, "tape", None, Output((), dtype, "tape", tape=tape))
     step = _Forward(x, scale, layers, header.save_tape, options, dtype, place)
     return Step(inputs.finish(), step.run)
 
@@ -183,123 +200,118 @@ async def _layer_forward(
 class _Backward:
     """A checked backward pass. `masked`: the gradient is by the last layer's pre-activation."""
 
-    tape: Tape
+    tape: Operand
     gradient: Operand
     masked: bool
     places: list[dict[str, Placement]]
     dx_place: Placement | None
 
-    async def run(self, call: Call) -> Reply:
+    async def run(self, call: Call) -> Results:
         """From the last layer to the first, each layer's dz out of the product that makes the dx
         above it.
         """
-        tape = self.tape
-        placements = [place for layer in self.places for place in layer.values()]
+        tape: Tape = call.tape(self.tape)
+        dz = await self._last_gradient(call, tape)
+        last = len(tape.layers) - 1
+        parts = [await self._layer_gradients(call, tape, last, dz)]
+        for index in range(last, 0, -1):
+            dz, part = await self._below(call, tape, index, dz)
+            parts.append(part)
+        results: Results = {}
         if self.dx_place is not None:
-            placements.append(self.dx_place)
-        async with call.writing(placements):
-            dz = await self._last_gradient(call)
-            last = len(tape.layers) - 1
-            parts = [await self._layer_gradients(call, last, dz)]
-            for index in range(last, 0, -1):
-                dz, part = await self._below(call, index, dz)
-                parts.append(part)
-            results: Results = {}
-            if self.dx_place is not None:
-                dx = await self._input_gradient(call, 0, dz)
-                results["dx"] = Result(dx.reshape(*tape.lead, dx.shape[-1]), self.dx_place)
-            results["layers"] = parts[::-1]
-            return await call.deliver(results)
+            dx = await self._input_gradient(call, tape, 0, dz)
+            results["dx"] = Result(dx.reshape(*tape.lead, dx.shape[-1]), self.dx_place)
+        return {**results, "layers": parts[::-1]}
 
-    async def _last_gradient(self, call: Call) -> Array:
+    async def _last_gradient(self, call: Call, tape: Tape) -> Array:
         """dz of the last layer."""
-        dz = (await call.load(self.gradient)).reshape(self.tape.shape)
-        last = self.tape.layers[-1]
+        dz = (await call.load(self.gradient)).reshape(tape.shape)
+        last = tape.layers[-1]
         if self.masked or last.aux is None or not dz.shape[0]:
             return dz
         kind = AUX_OF[last.activation]
         return await strategies.pre_activation_gradient(call, dz, last.aux, kind)
 
-    async def _layer_gradients(self, call: Call, index: int, dz: Array) -> Results:
+    async def _layer_gradients(self, call: Call, tape: Tape, index: int, dz: Array) -> Results:
         place = self.places[index]
         return await parameter_gradients(
             call,
             dz,
-            self.tape.layers[index].x,
-            self.tape.options,
+            tape.layers[index].x,
+            tape.options,
             dweight=place.get("dweight"),
             dbias=place.get("dbias"),
             dtype=self.gradient.dtype,
         )
 
-    async def _below(self, call: Call, index: int, dz: Array) -> tuple[Array, Results]:
+    async def _below(self, call: Call, tape: Tape, index: int, dz: Array) -> tuple[Array, Results]:
         """dz of the layer below, and that layer's gradients."""
-        below, place = self.tape.layers[index - 1], self.places[index - 1]
+        below, place = tape.layers[index - 1], self.places[index - 1]
         if below.aux is None or len(place) < 2 or not dz.shape[0]:
-            dz = await self._input_gradient(call, index, dz)
-            return dz, await self._layer_gradients(call, index - 1, dz)
+            dz = await self._input_gradient(call, tape, index, dz)
+            return dz, await self._layer_gradients(call, tape, index - 1, dz)
         return await hidden_gradients(
             call,
             dz,
-            self.tape.layers[index].weight,
+            tape.layers[index].weight,
             below.aux,
             AUX_OF[below.activation],
             below.x,
-            self.tape.options,
+            tape.options,
             dweight=place["dweight"],
             dbias=place["dbias"],
         )
 
-    async def _input_gradient(self, call: Call, index: int, dz: Array) -> Array:
+    async def _input_gradient(self, call: Call, tape: Tape, index: int, dz: Array) -> Array:
         """The gradient by a layer's input; masked by the aux of the layer below, so that it is that
         layer's dz.
         """
-        weight = self.tape.layers[index].weight
-        below = self.tape.layers[index - 1] if index else None
+        weight = tape.layers[index].weight
+        below = tape.layers[index - 1] if index else None
         dx = call.empty((dz.shape[0], weight.shape[1]), self.gradient.dtype)
         if dz.shape[0]:
             aux = None if below is None else below.aux
             kind = "relu_aux" if below is None else AUX_OF.get(below.activation, "relu_aux")
-            await call.choose(InputGradient(dz, weight, dx, self.tape.options, aux, kind))
+            await call.choose(InputGradient(dz, weight, dx, tape.options, aux, kind))
         return dx
 
 
 def backward(inputs: Inputs, header: MlpBackward) -> Step:
     """The gradients of every layer; the tape is consumed unless it is to be kept."""
-    held = inputs.store.get(inputs.tenant, header.tape, "tape")
-    if not isinstance(held.value, Tape):
-        raise Conflict(f"tape: expected a tape, {held.handle} is a {held.kind}", operand="tape")
-    step = gradients(inputs, held.value, header)
-
-    async def run(call: Call) -> Reply:
-        async with held.lock:
-            call.store.get(call.tenant, held.handle, "tape")
-            reply = await step.run(call)
-            if not header.keep_tape:
-                call.store.free(held)
-        return reply
-
-    return Step(step.sources, run, repeatable=False)
-
-
-def gradients(inputs: Inputs, tape: Tape, header: MlpBackward) -> Step:
-    """The backward pass of a tape, which is left as it is."""
-    gradient = _gradient(inputs, header, tape)
+    tape, looks = _take_tape(inputs, header)
+    gradient = _gradient(inputs, header, looks)
     wants, dtype = frozenset[str](header.wants), gradient.dtype
     if not wants:
         raise Malformed("wants: expected at least one of dx, dweight, dbias", operand="wants")
-    places = _places(inputs, header, tape, wants, dtype)
+    places = _places(inputs, header, looks, wants, dtype)
     dx_place = None
     if "dx" in wants:
-        dx_shape = (*tape.lead, tape.layers[0].weight.shape[1])
+        dx_shape = (*looks.lead, looks.layers[0][0][1])
         dx_place = output(inputs, "outputs.dx", header.outputs.get("dx"), dx_shape, dtype)
     elif header.outputs:
         raise InvalidOperands("outputs.dx: expected with dx in wants", operand="outputs.dx")
     step = _Backward(tape, gradient, header.dz is not None, places, dx_place)
-    return Step(inputs.finish(), step.run, repeatable=False)
+    return Step(inputs.finish(), step.run, repeatable=tape.handle is None)
 
 
-def _gradient(inputs: Inputs, header: MlpBackward, tape: Tape) -> Operand:
+def _take_tape(inputs: Inputs, header: MlpBackward) -> tuple[Operand, TapeLooks]:
+    """The tape, which a handle or an earlier step of a program gives."""
+    if isinstance(header.tape, StepOutput):
+        index, found = inputs.find("tape", header.tape)
+        operand = Operand("tape", found.dtype, (), "tape", step=(index, header.tape.output))
+        kind, looks = found.kind, found.tape
+    else:
+        held = inputs.store.get(inputs.tenant, header.tape, "tape")
+        operand = Operand("tape", np.dtype(np.uint8), (), "tape", handle=held.handle)
+        operand.consumed = not header.keep_tape and not inputs.sourceless
+        kind, looks = held.kind, held.value.looks if held.kind == "tape" else None
+    if looks is None:
+        came = header.tape if isinstance(header.tape, str) else "that output"
+        raise Conflict(f"tape: expected a tape, {came} is a {kind}", operand="tape")
+    return inputs.add(operand), looks
+
+
+def _gradient(inputs: Inputs, header: MlpBackward, tape: TapeLooks) -> Operand:
     if (header.dy is None) == (header.dz is None):
         raise Malformed("dy: expected either dy or dz", operand="dy")
     if header.dy is not None:
@@ -307,13 +319,17 @@ def _gradient(inputs: Inputs, header: MlpBackward, tape: Tape) -> Operand:
     else:
         assert header.dz is not None
         gradient = inputs.take("dz", header.dz)
-    gradient.expect((*tape.lead, tape.shape[1]), "that of the forward pass's y")
-    gradient.expect_dtype(np.dtype(tape.layers[0].x.dtype), "that of the forward pass")
+    gradient.expect((*tape.lead, tape.layers[-1][0][0]), "that of the forward pass's y")
+    gradient.expect_dtype(tape.dtype, "that of the forward pass")
     return gradient
 
 
 def _places(
-    inputs: Inputs, header: MlpBackward, tape: Tape, wants: frozenset[str], dtype: np.dtype[Any]
+    inputs: Inputs,
+    header: MlpBackward,
+    tape: TapeLooks,
+    wants: frozenset[str],
+    dtype: np.dtype[Any],
 ) -> list[dict[str, Placement]]:
     """Where every layer's gradients go."""
     given = header.layers
@@ -324,12 +340,12 @@ def _places(
             operand="layers",
         )
     places: list[dict[str, Placement]] = []
-    for index, layer in enumerate(tape.layers):
+    for index, (weight, has_bias) in enumerate(tape.layers):
         shapes: dict[str, tuple[int, ...]] = {}
         if "dweight" in wants:
-            shapes["dweight"] = tuple(layer.weight.shape)
-        if "dbias" in wants and layer.has_bias:
-            shapes["dbias"] = (layer.weight.shape[0],)
+            shapes["dweight"] = weight
+        if "dbias" in wants and has_bias:
+            shapes["dbias"] = (weight[0],)
         wanted = {} if given is None else given[index]
         for name in wanted:
             if name not in shapes:
@@ -345,7 +361,7 @@ def _places(
                     wanted.get(name),  # type: ignore[call-overload]
                     shape,
                     dtype,
-                    gradient=True,
+                    parameter=True,
                 )
                 for name, shape in shapes.items()
             }

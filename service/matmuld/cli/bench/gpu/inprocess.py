@@ -11,7 +11,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from ....calls import Call, Reply, Results, Runtime, TapeResult, Tunable
+from ....calls import Call, Reply, Results, Runtime, Tunable
 from ....engine import open_engine
 from ....engine.protocol import Array
 from ....memory.handles import HandleMint
@@ -91,7 +91,7 @@ class _Launched(Call):
 
     results: Results
 
-    async def deliver(self, results: Results, tape: TapeResult | None = None) -> Reply:
+    async def deliver(self, results: Results) -> Reply:
         self.results = results
         for result in results.values():
             if not isinstance(result, list) and isinstance(result.placement, Into):
