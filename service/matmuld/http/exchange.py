@@ -61,7 +61,7 @@ WORDING = {
     "model_type": "expected a map",
     "model_attributes_type": "expected a map",
 }
-DEPTHS: dict[int | str, int] = {"layers": 3, "options": 2, "outputs": 2}
+DEPTHS: dict[int | str, int] = {"steps": 2, "layers": 3, "options": 2, "outputs": 2}
 """How many parts of a place name an operand, where it is not the first alone."""
 
 _PROCESS = secrets.token_hex(4)
