@@ -22,7 +22,17 @@ from .errors import (
     UnknownHandle,
     UnsupportedMediaType,
 )
-from .operations import Accumulate, Layer, LinearGradients, MLPGradients, Options
+from .operations import (
+    Accumulate,
+    Layer,
+    LinearGradients,
+    MLPGradients,
+    Options,
+    StepGradients,
+    StepMLPGradients,
+    StepResult,
+)
+from .program import Program
 from .tensors import RemoteTensor, Tape
 from .views import TensorView
 
@@ -45,9 +55,13 @@ __all__ = [
     "NotFound",
     "Options",
     "OutOfMemory",
+    "Program",
     "RemoteTensor",
     "RequestError",
     "Starting",
+    "StepGradients",
+    "StepMLPGradients",
+    "StepResult",
     "Tape",
     "TensorView",
     "Timeout",

@@ -9,19 +9,26 @@ import numpy as np
 
 from ._channel import Answer, Channel
 from ._payloads import AUX_DTYPES, Array, byte_view, describe, to_array
-from .operations import Accumulate, Layer, LinearGradients, Operand, Placement, Scale
+from .operations import Accumulate, Layer, LinearGradients, Operand, Placement, Scale, StepResult
 from .tensors import RemoteTensor, Tape
 from .views import TensorView
 
 
 class Request:
-    """A header, put together field by field, and the payloads that it names."""
+    """A header, put together field by field, and the payloads that it names.
+
+    Attributes:
+        sent: arrays that are payloads already, which are sent once; whether as an aux.
+        program: the one whose results are operands.
+    """
 
     def __init__(self, **fields: object) -> None:
         self.header: dict[str, Any] = {
             name: value for name, value in fields.items() if value is not None
         }
         self.payloads: list[memoryview] = []
+        self.sent: dict[tuple[int, bool], tuple[Array, dict[str, Any]]] = {}
+        self.program: object = None
 
     def operands(self, **operands: Operand | None) -> None:
         for name, operand in operands.items():
@@ -57,7 +64,7 @@ class Request:
     def _scales(self, path: str, scales: Mapping[Any, Scale]) -> dict[str, object]:
         return {
             name: self._tensor(f"{path}.{name}", scale)
-            if isinstance(scale, RemoteTensor | TensorView | np.ndarray)
+            if isinstance(scale, RemoteTensor | TensorView | StepResult | np.ndarray)
             else float(scale)
             for name, scale in scales.items()
         }
@@ -65,13 +72,25 @@ class Request:
     def _tensor(self, name: str, operand: Operand) -> dict[str, Any]:
         if isinstance(operand, RemoteTensor):
             return {"tensor": operand.handle}
+        if isinstance(operand, StepResult):
+            return self.reference(name, operand)
         if isinstance(operand, TensorView):
             source = {"tensor": operand.tensor.handle, "offset": operand.offset}
             return {**source, **_template_of(operand)}
-        tensor, block = _described(name, np.asarray(operand))
-        tensor["payload"] = len(self.payloads)
-        self.payloads.append(byte_view(block))
-        return tensor
+        array = np.asarray(operand)
+        key = id(array), name.endswith("aux")
+        if key not in self.sent:
+            tensor, block = _described(name, array)
+            tensor["payload"] = len(self.payloads)
+            self.payloads.append(byte_view(block))
+            self.sent[key] = array, tensor
+        return self.sent[key][1]
+
+    def reference(self, name: str, result: StepResult) -> dict[str, Any]:
+        """What names a result of an earlier step."""
+        if result.program is not self.program:
+            raise TypeError(f"{name}: expected a result of a step of this program, got another's")
+        return {"step": result.step, "output": result.output}
 
 
 class Results:
@@ -96,8 +115,8 @@ class Results:
         tensors = self.header["layers"]
         return tuple(map(self.gradients, tensors, placements or [{}] * len(tensors)))
 
-    def tape(self) -> Tape:
-        return Tape(self._channel, self.header["tape"]["tensor"], owned=True)
+    def tape(self, name: str = "tape") -> Tape:
+        return Tape(self._channel, self.header[name]["tensor"], owned=True)
 
     def read(
         self, tensor: Mapping[str, Any], placement: Placement | None = None

@@ -18,6 +18,7 @@ from ._payloads import Array, dtype_name, dtype_of
 from ._requests import Request, template
 from .errors import DeviceLost, Draining, Starting, TransportError
 from .operations import AuxKind, Float8
+from .program import Program
 from .tensors import RemoteTensor, Tape, upload
 
 if TYPE_CHECKING:
@@ -133,6 +134,10 @@ class Client(LinearOperations, MLPOperations, MatmulOperations):
     def tensors(self) -> list[dict[str, Any]]:
         """Metadata of all tensors that the service holds."""
         return list(self._channel.get("/v1/tensors")[0]["tensors"])
+
+    def program(self) -> Program:
+        """An empty program: operations to be sent as one request, see `Program`."""
+        return Program(self._channel)
 
     def warm(self, requests: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, int]:
         """Plan products ahead, so that the first request of a kind is as fast as the next.

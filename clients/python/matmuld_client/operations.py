@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypedDict
+
+import numpy as np
 
 from ._payloads import Array
 from .tensors import RemoteTensor
 from .views import TensorView
 
-Operand: TypeAlias = Array | RemoteTensor | TensorView
-"""A NumPy array, which is sent, or what the service holds already."""
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """A result that a step of a `Program` will have: an operand of its later steps, and what
+    `Program.run` can return.
+
+    Attributes:
+        step: the name of the step.
+        output: what the step calls it.
+        shape: its dimensions, where they are known before the service is asked.
+        dtype: likewise.
+    """
+
+    program: object = field(repr=False)
+    step: str
+    output: str
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype[Any] | None = None
+
+
+Operand: TypeAlias = Array | RemoteTensor | TensorView | StepResult
+"""A NumPy array, which is sent, or what the service holds already; in a program also the result of
+an earlier step.
+"""
 
 Float8: TypeAlias = Literal["float8_e4m3fn", "float8_e5m2"]
 Scale: TypeAlias = float | Operand
@@ -146,6 +170,24 @@ class MLPGradients:
 
     dx: Array | RemoteTensor | None
     layers: tuple[LinearGradients, ...]
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """The gradients that a step of a program will have, as in `LinearGradients`."""
+
+    dx: StepResult | None = None
+    dweight: StepResult | None = None
+    dbias: StepResult | None = None
+    input_dbias: StepResult | None = None
+
+
+@dataclass(frozen=True)
+class StepMLPGradients:
+    """The gradients that a step of a program will have, as in `MLPGradients`."""
+
+    dx: StepResult | None
+    layers: tuple[StepGradients, ...]
 
 
 def wanted(
