@@ -15,6 +15,7 @@ from matmuld.http.app import ROUTES
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from ..local import MSGPACK, Answer, Wire, packed, raw, tensor
+from .programs import RUN, of, program, step
 from .refusals import (
     BACKWARD,
     BODY,
@@ -90,6 +91,7 @@ def test_bodies_are_described_in_every_form(description: dict[str, Any]) -> None
         (f"### {BACKWARD}", "LinearBackward"),
         (f"### {MLP_BACKWARD}", "MlpBackward"),
         (f"### {MATMUL}", "Matmul"),
+        (f"### {RUN}", "Run"),
         ("### Options", "Options"),
     ],
 )
@@ -123,6 +125,13 @@ LAYERS = {
     "layers": [{"weight": tensor(WEIGHT, 1), "activation": "relu"}],
     "save_tape": True,
 }
+PROGRAM = program(
+    step("stack", "mlp/forward", **LAYERS),
+    step("layer", "linear/forward", **forward(activation="relu", save_aux=True)),
+    y=of("stack", "y", placement="tensor"),
+    tape=of("stack", "tape"),
+    aux=of("layer", "aux", placement="payload"),
+)
 DESCRIBED = {
     "x": {"dtype": "float32", "shape": [7, 3]},
     "weight": {"dtype": "float32", "shape": [5, 3]},
@@ -189,6 +198,10 @@ ANSWERS: dict[tuple[str, str], list[Callable[[Wire], Answer]]] = {
         lambda wire: wire.send(MATMUL, product("GELU_AUX"), raw(SQUARE)),
         lambda wire: wire.send(MATMUL, product("BGRADA"), raw(SQUARE)),
         lambda wire: wire.send(MATMUL, product("BGRADB"), raw(SQUARE)),
+    ],
+    ("POST", RUN): [
+        lambda wire: wire.send(RUN, PROGRAM, *BODY),
+        lambda wire: wire.send(RUN, {**PROGRAM, "outputs": {"y": of("stack", "y")}}, *BODY),
     ],
     ("POST", TENSORS): [lambda wire: wire.send(TENSORS, {"dtype": "float16", "shape": [2]})],
     ("GET", TENSORS): [lambda wire: wire.request("GET", TENSORS)],

@@ -159,7 +159,13 @@ def test_the_examples_are_all_found() -> None:
     assert len(found) == len(re.findall(r"^> [A-Z]+ /", SECTION, re.MULTILINE)) >= 15
     assert SECTION.count("```http") == len(re.findall("^```$", SECTION, re.MULTILINE))
     told = {request.start.split(" ")[1].split("/{")[0] for request, _ in found}
-    assert told >= {FORWARD, "/v1/linear/backward", "/v1/mlp/forward", "/v1/mlp/backward"}
+    assert told >= {
+        "/v1/run",
+        FORWARD,
+        "/v1/linear/backward",
+        "/v1/mlp/forward",
+        "/v1/mlp/backward",
+    }
     assert {reply.start for _, reply in found} == {"200", "201", "204", "422"}
 
 

@@ -184,9 +184,9 @@ class Program:
         names = list(wants)
         request = self._request(wants=names)
         request.header["tape"] = request.reference("tape", tape)
-        request.operands(dy=dy, dz=dz)
         if tape.output != "tape":
             raise TypeError(f"tape: expected the tape of an mlp, got its {tape.output}")
+        request.operands(dy=dy, dz=dz)
         step = self._add("mlp/backward", request)
         x, layers = self._stacks[tape.step]
         dtype = _dtype(x)
@@ -281,12 +281,14 @@ class Program:
 
     def _request(self, **fields: object) -> Request:
         request = Request(**fields)
-        request.program, request.payloads, request.sent = self, self._payloads, self._sent
+        request.program = self
+        request.payloads, request.sent = list(self._payloads), dict(self._sent)
         return request
 
     def _add(self, operation: str, request: Request) -> str:
         """Append a step; its name."""
         name = str(len(self._steps))
+        self._payloads, self._sent = request.payloads, request.sent
         self._steps.append({"name": name, "operation": operation, "header": request.header})
         return name
 
