@@ -205,7 +205,7 @@ class Sources(NamedTuple):
 
     operands: tuple[Operand, ...]
     payloads: int | None
-    targets: tuple[Into, ...] = ()
+    targets: tuple[Into, ...]
 
     @property
     def consumed(self) -> list[Operand]:

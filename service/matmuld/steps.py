@@ -17,11 +17,14 @@ class Steps:
     """
 
     LIMIT = 1 << 10
-    LONGEST = 1 << 12
+    LONGEST = 1 << 15
+    BYTES = 1 << 22
+    """Of all headers together, which bounds what their steps take, too."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Key, Step] = OrderedDict()
         self._ends: dict[int, int] = {}
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._known)
@@ -45,6 +48,10 @@ class Steps:
         if len(self._ends) >= self.LIMIT:
             self._ends.clear()
         self._ends[len(body)] = end
-        self._known[operation, tenant, bytes(body[:end])] = step
-        if len(self._known) > self.LIMIT:
-            self._known.popitem(last=False)
+        key = operation, tenant, bytes(body[:end])
+        if key not in self._known:
+            self.nbytes += end
+        self._known[key] = step
+        while len(self._known) > self.LIMIT or self.nbytes > self.BYTES:
+            (_, _, header), _ = self._known.popitem(last=False)
+            self.nbytes -= len(header)

@@ -128,6 +128,23 @@ def test_only_so_many_headers_are_known(tmp_path: Path) -> None:
         wire.close()
 
 
+def test_long_headers_are_known_up_to_so_many_bytes(tmp_path: Path) -> None:
+    weight = tensor(EYE, 1, strides=[3, 1], kind="tensor", offset=0)
+    layers = [{"weight": weight, "activation": "none", "bias": None}] * 64
+    with running(tmp_path / "s", device="cpu") as app:
+        wire = Wire(tmp_path / "s")
+        assert app.service is not None
+        steps = app.service.steps
+        for number in range(900):
+            options = {"sm_count_target": 100_000 + number}
+            header = {"x": tensor(X, 0), "layers": layers, "options": options}
+            answer = wire.send(MLP_FORWARD, header, raw(X), raw(EYE))
+            np.testing.assert_array_equal(answer.array("y"), X)
+        assert steps.nbytes <= Steps.BYTES
+        assert 500 < len(steps) < 800
+        wire.close()
+
+
 def test_a_known_header_before_broken_payloads_is_malformed(wire: Wire) -> None:
     header = HEADER | {"alpha": 7.0}
     body = packed(header, raw(X), raw(EYE))

@@ -87,7 +87,8 @@ def test_a_stack(client: Client) -> None:
         assert told.shape == expected.shape
     assert isinstance(results["tape"], Tape)
     dx = client.mlp_backward(results["tape"], dy=DY, wants=["dx"]).dx
-    np.testing.assert_array_equal(results["dx"], dx)
+    assert isinstance(dx, np.ndarray)
+    close(results["dx"], f64(dx))
 
 
 def test_products(client: Client) -> None:
