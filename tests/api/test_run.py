@@ -404,6 +404,21 @@ def test_the_products_of_a_program_are_planned_once(own: tuple[Service, Wire]) -
     assert wire.get("/v1/info")["plans"]["planned"] == planned
 
 
+def test_the_steps_of_a_program_are_tuned_like_any_others(tmp_path: Path, device: str) -> None:
+    settings: dict[str, Any] = {"autotune": "eager", "autotune_s": 0.001}
+    with running(tmp_path / "s", device=device, **settings), closing(Wire(tmp_path / "s")) as wire:
+        for times in range(8):
+            x = X * (times + 1)
+            check_training(wire.send(RUN, TRAINING, raw(x), *BODY[1:]), x)
+        strategies = wire.get("/v1/plans")["strategies"]
+        assert {told["step"] for told in strategies} == {
+            "Forward",
+            "InputGradient",
+            "WeightGradient",
+        }
+        assert all(told["settled"] for told in strategies)
+
+
 def described(header: Any) -> Any:
     """A header without payloads."""
     if isinstance(header, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,19 +44,20 @@ class _Part:
     """A checked step.
 
     Attributes:
+        compute: its results, which go nowhere by themselves.
         fed: its operands that earlier steps give.
         feeds: operands of later steps, by which output of this one they are.
         results: of the program, by name: which output, and where it goes.
     """
 
-    step: Step
-    fed: list[Operand]
+    compute: Callable[[Call], Awaitable[Results]]
+    fed: list[Operand] = field(default_factory=list)
     feeds: list[tuple[str, Operand]] = field(default_factory=list)
     results: dict[str, tuple[str, Placement]] = field(default_factory=dict)
 
     async def run(self, call: Call) -> Results:
         """Do it, and pass on what is needed of what it gives."""
-        given = dict(paths_of(await self.step.run(call)))
+        given = dict(paths_of(await self.compute(call)))
         for operand in self.fed:
             call.feed(operand, None)
         for output, operand in self.feeds:
@@ -68,6 +69,7 @@ def program(inputs: Inputs, header: Run) -> Step:
     """Steps in their order, as one: all of it is done or nothing."""
     known = inputs.program = Program(_names(header.steps))
     parts: list[_Part] = []
+    repeatable = True
     for index, step in enumerate(header.steps):
         known.accumulated = dict(_accumulated(step.name, header.outputs))
         first = len(inputs.operands)
@@ -76,7 +78,8 @@ def program(inputs: Inputs, header: Run) -> Step:
             _refuse_outputs(step.header)
             checked = STEPS[step.operation][1](inputs, step.header)
         known.outputs.append(inputs.outputs)
-        part = _Part(checked, [])
+        part = _Part(checked.run)
+        repeatable &= checked.repeatable
         for operand in inputs.operands[first:]:
             operand.name = f"steps[{index}].{operand.name}"
             if operand.step is not None:
@@ -92,7 +95,7 @@ def program(inputs: Inputs, header: Run) -> Step:
             results |= await part.run(call)
         return {name: results[name] for name in header.outputs}
 
-    return Step(inputs.finish(), run, all(part.step.repeatable for part in parts))
+    return Step(inputs.finish(), run, repeatable)
 
 
 def _names(steps: Sequence[ProgramStep]) -> dict[str, int]:
