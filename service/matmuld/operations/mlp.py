@@ -296,18 +296,20 @@ def backward(inputs: Inputs, header: MlpBackward) -> Step:
 
 def _take_tape(inputs: Inputs, header: MlpBackward) -> tuple[Operand, TapeLooks]:
     """The tape, which a handle or an earlier step of a program gives."""
+    handle = step = None
+    looks: TapeLooks | None = None
     if isinstance(header.tape, StepOutput):
         index, found = inputs.find("tape", header.tape)
-        operand = Operand("tape", found.dtype, (), "tape", step=(index, header.tape.output))
+        step, came = (index, header.tape.output), "that output"
         kind, looks = found.kind, found.tape
     else:
         held = inputs.store.get(inputs.tenant, header.tape, "tape")
-        operand = Operand("tape", np.dtype(np.uint8), (), "tape", handle=held.handle)
-        operand.consumed = not header.keep_tape and not inputs.sourceless
+        handle = came = held.handle
         kind, looks = held.kind, held.value.looks if held.kind == "tape" else None
     if looks is None:
-        came = header.tape if isinstance(header.tape, str) else "that output"
         raise Conflict(f"tape: expected a tape, {came} is a {kind}", operand="tape")
+    operand = Operand("tape", looks.dtype, (), "tape", handle=handle, step=step)
+    operand.consumed = handle is not None and not header.keep_tape and not inputs.sourceless
     return inputs.add(operand), looks
 
 
