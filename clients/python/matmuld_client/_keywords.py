@@ -17,6 +17,7 @@ from .operations import (
     Operand,
     Options,
     PlainEpilog,
+    Priority,
 )
 from .tensors import RemoteTensor
 
@@ -35,6 +36,8 @@ class _ToTensor(TypedDict, total=False):
 class _Call(TypedDict, total=False):
     options: Options | None
     timeout: float | None
+    deadline: float | None
+    priority: Priority | None
 
 
 class _Linear(_Call, total=False):
