@@ -109,6 +109,7 @@ def operation(name: str) -> Answer:
             if call.created and await exchange.is_abandoned():
                 call.undo()
                 raise Disconnected
+            del call  # and with it what it holds on the device, while the client takes its time
             await exchange.reply(*reply)
 
     answer.__doc__ = check.__doc__

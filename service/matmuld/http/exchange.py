@@ -333,12 +333,17 @@ class Exchange:
             await self.reply_parts([json.dumps(_inlined(header, payloads)).encode()], status)
 
     async def reply_parts(self, parts: Sequence[Buffer], status: int = 200) -> None:
-        """Answer with a body in the form that was asked for."""
+        """Answer with a body in the form that was asked for; return once the client has taken
+        it, but for what the connection holds anyway.
+        """
         nbytes = sum(map(len, parts))
-        if nbytes <= JOIN_BYTES:
-            parts = [b"".join(parts)]
         await self._start(status, self.form, nbytes)
-        await self._write(parts)
+        if nbytes <= JOIN_BYTES:
+            await self._end(b"".join(parts))
+            return
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._end()
 
     async def problem(self, error: RequestError, extra: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Answer with a problem document."""
@@ -352,12 +357,12 @@ class Exchange:
         if any(name == b"expect" for name, _ in self.scope["headers"]):
             extra = [*extra, (b"connection", b"close")]  # nobody knows whether the body will come
         await self._start(error.status, form, len(body), extra)
-        await self._write([body])
+        await self._end(body)
 
     async def empty(self, status: int = 204) -> None:
         """Answer without a body."""
         await self._start(status, None, None)
-        await self._write([b""])
+        await self._end()
 
     async def raw(
         self, chunks: AsyncIterator[memoryview], nbytes: int, headers: dict[str, str]
@@ -369,7 +374,7 @@ class Exchange:
             if await self.is_abandoned():
                 raise Disconnected
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end()
 
     async def _start(
         self,
@@ -394,10 +399,8 @@ class Exchange:
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        for part in parts[:-1]:
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        await self._send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+    async def _end(self, body: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def validated(model: type[H], header: object) -> H:
