@@ -184,6 +184,22 @@ def test_a_head_without_end(slow: Slow) -> None:
         assert until_closed(client).startswith(b"HTTP/1.1 431 ")
 
 
+def test_a_head_without_end_behind_a_request_at_work(slow: Slow) -> None:
+    """It is not answered within the other's reply."""
+    handle = hold(slow)
+    with slow.client() as client:
+        get = f"GET {TENSORS}/{handle} HTTP/1.1\r\nHost: a\r\nAccept: {OCTETS}\r\n\r\n"
+        client.sendall(get.encode() + b"GET /health/live HTTP/1.1\r\n")
+        try:
+            for _ in range(64):
+                client.sendall(b"X-More: " + b"a" * (HEAD_LIMIT // 8) + b"\r\n")
+                time.sleep(0.001)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert b"The head" not in until_closed(client)
+    slow.wire.request("DELETE", f"{TENSORS}/{handle}")
+
+
 def test_a_refused_body_that_never_comes(slow: Slow) -> None:
     with slow.client() as client:
         client.sendall(head(FORWARD, 1 << 40))

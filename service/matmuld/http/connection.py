@@ -138,7 +138,10 @@ class Connection(HttpToolsProtocol):
             answering.add_done_callback(self.tasks.discard)
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer in plain text, as the parser does, and close."""
+        """Answer in plain text, as the parser does, and close; not into another's reply."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
         head = f"content-type: text/plain\r\ncontent-length: {len(text)}\r\nconnection: close"
         self.transport.write(STATUS_LINE[status] + f"{head}\r\n\r\n{text}".encode())
         self.transport.close()
