@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 import uvicorn
 from matmuld.http.app import Application
+from matmuld.http.connection import Connection
 from matmuld.settings import Settings
 
 from .reference import DTYPES, FLOAT8, Host
@@ -28,7 +29,12 @@ def running(path: Path, **settings: Any) -> Iterator[Application]:
     """The application, answering on the unix socket `path`."""
     app = Application(Settings(**settings))
     config = uvicorn.Config(
-        app, lifespan="on", access_log=False, log_config=None, timeout_graceful_shutdown=5
+        app,
+        http=Connection,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
     listener = socket.socket(socket.AF_UNIX)

@@ -19,6 +19,7 @@ from .engine.signature import Options, Signature
 from .memory.tensors import Kind, Resident, TensorStore
 from .operands import Operand, Sources
 from .pool import PlanPool
+from .scheduler import Scheduler
 from .schemas import Into, Placement
 from .store import Choices
 
@@ -91,8 +92,7 @@ class Runtime:
 
     Attributes:
         deterministic: whether every result is to have the same bits every time.
-        active: requests at work.
-        served: requests that have come, since the start.
+        scheduler: the requests that there are.
     """
 
     engine: Engine
@@ -101,8 +101,7 @@ class Runtime:
     choices: Choices
     tuner: Chooser = field(default_factory=FirstWay)
     deterministic: bool = False
-    active: int = 0
-    served: int = 0
+    scheduler: Scheduler = field(default_factory=Scheduler)
 
 
 @dataclass(slots=True)

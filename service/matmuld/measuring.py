@@ -243,12 +243,12 @@ class Measurer:
         """
         runtime = self._runtime
         while not self._eager and time.perf_counter() < until and not self.closing:
-            if runtime.active:
+            if runtime.scheduler.active:
                 await asyncio.sleep(_IDLE_SECONDS)
                 continue
-            served = runtime.served
+            served = runtime.scheduler.served
             took = await runtime.engine.time(launches)
-            if served == runtime.served:
+            if served == runtime.scheduler.served:
                 return took
         if self.closing:
             raise Closing

@@ -204,6 +204,7 @@ class Info(Reply):
     memory: dict[str, int]
     tensors: dict[str, int]
     plans: PoolStats
+    requests: dict[str, int]
     choices: dict[str, int]
     autotune: Autotune
     recordings: dict[str, int]

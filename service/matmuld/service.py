@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,6 +26,7 @@ from .operands import FACTORS, FLOATS, Inputs
 from .operations.warm import rehearse
 from .pool import PlanPool
 from .recordings import Recorder, Recordings
+from .scheduler import Scheduler
 from .settings import Mode, Settings
 from .steps import Steps
 from .store import Choices, InMemoryChoices, PlanStore
@@ -70,7 +72,18 @@ class Service:
         pool = PlanPool(engine, settings.plans, settings.plan_bytes)
         choices = _open_choices(settings.plan_store, engine)
         engine.choices = choices
-        runtime = Runtime(engine, pool, store, choices, deterministic=settings.deterministic)
+        runtime = Runtime(
+            engine,
+            pool,
+            store,
+            choices,
+            deterministic=settings.deterministic,
+            scheduler=Scheduler(
+                settings.concurrency or _concurrency(engine),
+                settings.queue_requests,
+                settings.queue_bytes,
+            ),
+        )
         tuner = Tuner(runtime, _mode(settings, engine), settings.autotune_s, settings.strategies)
         runtime.tuner = tuner
         service = cls(settings, runtime, tuner)
@@ -114,11 +127,11 @@ class Service:
     def start(self, steps: Sequence[Step]) -> None:
         """Rehearse `steps`; the service is `starting` until that is done."""
         self._warming = asyncio.create_task(self._warm(steps))
-        self.runtime.active += 1
+        self.runtime.scheduler.active += 1
         self._warming.add_done_callback(self._warmed)
 
     def _warmed(self, warming: asyncio.Task[None]) -> None:
-        self.runtime.active -= 1
+        self.runtime.scheduler.active -= 1
 
     @property
     def starting(self) -> bool:
@@ -166,6 +179,9 @@ class Service:
             "dtypes": list(FACTORS if engine.has_float8 else FLOATS),
             "limits": {
                 "body_bytes": settings.body_limit,
+                "concurrency": self.runtime.scheduler.limit,
+                "queue_requests": settings.queue_requests,
+                "queue_bytes": settings.queue_bytes,
                 "tenant_bytes": store.quota,
                 "ttl_s": settings.ttl_s,
                 "plans": settings.plans,
@@ -174,6 +190,7 @@ class Service:
             "memory": {f"{name}_bytes": nbytes for name, nbytes in memory._asdict().items()},
             "tensors": {"count": len(store), "nbytes": store.nbytes, "expired": store.expired},
             "plans": self.pool_stats(),
+            "requests": self.runtime.scheduler.info(),
             "choices": asdict(self.runtime.choices.stats),
             "autotune": self.tuner.info(),
             "recordings": {"count": len(self.recordings), "nbytes": self.recordings.nbytes},
@@ -192,3 +209,11 @@ def _mode(settings: Settings, engine: Engine) -> Mode:
     for.
     """
     return settings.autotune or ("off" if engine.name == "cpu" else "lazy")
+
+
+def _concurrency(engine: Engine) -> int:
+    """Two for each core keep the cores busy while operands and results are handled; more would only
+    wait for threads, where no priority counts. A GPU takes work ahead, and requests that are at
+    work together can be joined.
+    """
+    return 2 * (os.cpu_count() or 1) if engine.name == "cpu" else 64

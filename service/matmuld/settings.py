@@ -194,6 +194,39 @@ class Settings(Stored):
     body_limit: int = Field(
         default=1 << 30, ge=1 << 10, description="bytes of a msgpack or JSON body"
     )
+    concurrency: int | None = Field(
+        default=None,
+        ge=1,
+        description="requests at work at once; None: two for each core, or 64 on a GPU",
+    )
+    queue_requests: int = Field(
+        default=1024,
+        ge=0,
+        description="further requests that may be read, wait, or be answered; others are refused",
+    )
+    queue_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="bytes of the bodies of all requests that are in the service",
+    )
+    read_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a client may be silent within a request",
+    )
+    write_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a client may take nothing of its reply",
+    )
+    min_rate: int = Field(
+        default=1 << 14,
+        ge=0,
+        description="bytes per second at which a request must come, and its reply be taken, once "
+        "those seconds have passed",
+    )
     warm: Path | None = Field(
         default=None,
         description="JSON file, a body of POST /v1/plans/warm: planned before the service is ready",

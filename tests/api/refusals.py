@@ -23,12 +23,15 @@ STATUS = {
     "unknown_handle": 404,
     "not_found": 404,
     "method_not_allowed": 405,
+    "request_timeout": 408,
     "conflict": 409,
     "gone": 410,
     "length_required": 411,
     "too_large": 413,
     "unsupported_media_type": 415,
     "invalid_operands": 422,
+    "overloaded": 429,
+    "deadline_exceeded": 504,
     "out_of_memory": 507,
 }
 

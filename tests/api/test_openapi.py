@@ -83,6 +83,24 @@ def test_bodies_are_described_in_every_form(description: dict[str, Any]) -> None
         assert "base64" in json_schema["description"]
 
 
+def test_operations_and_only_they_have_deadline_and_priority(description: dict[str, Any]) -> None:
+    for method, path, operation in operations(description):
+        headers = {
+            parameter["name"]
+            for parameter in operation.get("parameters", ())
+            if parameter["in"] == "header"
+        }
+        is_operation = method == "POST" and path in (
+            FORWARD,
+            BACKWARD,
+            MLP_FORWARD,
+            MLP_BACKWARD,
+            MATMUL,
+            RUN,
+        )
+        assert headers == ({"X-Deadline-Ms", "X-Priority"} if is_operation else set())
+
+
 @pytest.mark.parametrize(
     ("heading", "schema"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -13,6 +14,7 @@ from matmuld_client import (
     Draining,
     InvalidOperands,
     MatmuldError,
+    Overloaded,
     RequestError,
     TooLarge,
     TransportError,
@@ -54,6 +56,26 @@ def test_a_problem_is_raised_as_the_class_of_its_code(code: str, kind: str) -> N
     assert type(error) is BY_CODE[code]
     assert isinstance(error, RequestError)
     assert (error.detail, error.operand, error.request_id) == (sent.detail, "bias", "r-1")
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("Retry-After: 7\r\n", 7),
+        ("", None),
+        ("Retry-After: Mon, 30 Nov 2026 22:00:00 GMT\r\n", None),
+    ],
+)
+def test_when_to_try_again_is_told(said: str, seconds: int | None) -> None:
+    body = msgpack.packb(Overloaded("too many requests").problem("r-1"))
+
+    def serve(peer: Peer) -> None:
+        peer.request()
+        peer.reply(body, 429, "application/problem+msgpack", said)
+
+    error = raised_by(serve)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after == seconds
 
 
 def test_every_code_of_the_protocol_has_a_class() -> None:
@@ -104,6 +126,34 @@ def test_health_is_yes_or_no() -> None:
         assert (client.live(), client.ready()) == (False, False)
     with Client(server.url) as client:  # nobody is there
         assert (client.live(), client.ready()) == (False, False)
+
+
+def test_deadline_and_priority_are_said_in_headers() -> None:
+    body = msgpack.packb({"y": {"dtype": "float32", "shape": [0, 2], "payload": 0}})
+
+    def serve(peer: Peer) -> None:
+        while peer.request() is not None:
+            peer.reply(body + b"\xc4\x00")
+
+    with loopback(serve) as server, Client(server.url) as client:
+        client.linear(X[:0], X)
+        client.linear(X[:0], X, deadline=0.0254, priority="batch")
+    plain, urgent = (request.fields for request in server.requests)
+    assert not {"x-deadline-ms", "x-priority"} & set(plain)
+    assert (urgent["x-deadline-ms"], urgent["x-priority"]) == ("25", "batch")
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, 1e-4, 1e6, float("nan"), float("inf")])
+def test_a_deadline_that_cannot_be_meant(deadline: float) -> None:
+    with Client("unix:/nowhere") as client, pytest.raises(ValueError, match="deadline: expected"):
+        client.linear(X, X, deadline=deadline)
+
+
+def test_a_priority_that_there_is_not() -> None:
+    urgent: Any = "urgent"
+    says = "priority: expected 'interactive' or 'batch', got 'urgent'"
+    with Client("unix:/nowhere") as client, pytest.raises(ValueError, match=says):
+        client.linear(X, X, priority=urgent)
 
 
 def test_operands_that_cannot_be_sent_are_refused_by_name() -> None:

@@ -28,7 +28,7 @@ LAYERS = (
     ("replies", "schemas"),
     ("engine",),
     ("store",),
-    ("__init__", "entries", "readers", "settings"),
+    ("__init__", "entries", "readers", "scheduler", "settings"),
 )
 RANKS = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 

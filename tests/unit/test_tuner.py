@@ -328,7 +328,7 @@ def test_lazy_answers_at_once_and_measures_later() -> None:
 
 def test_lazy_waits_for_requests_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(bench: Bench) -> None:
-        bench.runtime.active = 1
+        bench.runtime.scheduler.active = 1
         step = bench.twice(slow, quick)
         assert await bench.tuner.way(step) == "slow"
         await asyncio.sleep(0.1)
@@ -352,7 +352,7 @@ def test_lazy_does_not_count_a_sample_that_a_request_disturbed(
         def count() -> None:
             nonlocal taken
             taken += 1
-            bench.runtime.served += taken < 40
+            bench.runtime.scheduler.served += taken < 40
 
         await bench.tuner.way(bench.twice(disturbed))
         await bench.settled()
@@ -363,7 +363,7 @@ def test_lazy_does_not_count_a_sample_that_a_request_disturbed(
 
 def test_the_least_recently_used_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(bench: Bench) -> None:
-        bench.runtime.active = 1
+        bench.runtime.scheduler.active = 1
         for rows in range(1, 20):
             await bench.tuner.way(bench.twice(slow, quick, rows=100))
             await bench.tuner.way(bench.twice(slow, quick, rows=rows))

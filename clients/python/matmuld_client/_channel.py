@@ -48,10 +48,12 @@ class Channel:
         payloads: Sequence[Buffer] = (),
         *,
         method: str = "POST",
+        fields: str = "",
         timeout: float | None = None,
     ) -> Answer:
-        body = wire.pack(header, payloads)
-        return answer(self.request(method, target, _MSGPACK_FIELDS, body, timeout=timeout))
+        """The answer to a request in MessagePack; `fields` are further header lines."""
+        body, fields = wire.pack(header, payloads), _MSGPACK_FIELDS + fields
+        return answer(self.request(method, target, fields, body, timeout=timeout))
 
     def get(self, target: str, *, method: str = "GET") -> Answer:
         return answer(self.request(method, target, _ACCEPT))
@@ -164,7 +166,10 @@ def _error(reply: Reply) -> RequestError:
     kind = BY_CODE.get(str(code))
     if kind is None:
         return RequestError(f"status {reply.status}, {code or 'no code'}: {detail}")
-    return kind(str(detail), operand=problem.get("operand"), request_id=problem.get("request_id"))
+    error = kind(str(detail), operand=problem.get("operand"), request_id=problem.get("request_id"))
+    if (seconds := reply.field("retry-after")).isdecimal():
+        error.retry_after = int(seconds)
+    return error
 
 
 def _problem(reply: Reply) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .operations import (
     Operand,
     Options,
     PlainEpilog,
+    Priority,
 )
 from .tensors import RemoteTensor
 
@@ -38,6 +39,8 @@ class _Step(TypedDict, total=False):
 
 class _Call(TypedDict, total=False):
     timeout: float | None
+    deadline: float | None
+    priority: Priority | None
 
 
 class _LinearStep(_Step, total=False):

@@ -17,6 +17,7 @@ from .operations import (
     Options,
     Place,
     Placement,
+    Priority,
     wanted,
 )
 from .tensors import RemoteTensor
@@ -76,6 +77,8 @@ class LinearOperations:
         options: Options | None = None,
         out: Place | RemoteTensor | None = None,
         timeout: float | None = None,
+        deadline: float | None = None,
+        priority: Priority | None = None,
     ) -> object:
         """Apply a fused linear layer: ``activation(alpha * x @ weight.T + beta * c + bias)``.
 
@@ -94,12 +97,16 @@ class LinearOperations:
             options: how it is computed.
             out: "tensor" leaves the result in the service; a RemoteTensor takes it as contents.
             timeout: seconds; default: the client's.
+            deadline: seconds within which the service must be at work, or not run it at all.
+            priority: "interactive" (default) or "batch", which lets the other go first.
 
         Returns:
             (..., batch, out), the dtype of `x`, or bfloat16 if that is an 8-bit one; with
             `save_aux` a pair of that and the aux.
 
         Raises:
+            Overloaded: there are too many requests; see its `retry_after`.
+            DeadlineExceeded: the deadline could not be kept, and nothing was run.
             InvalidOperands: the operands do not fit each other; names the one at fault.
             Gone, UnknownHandle: an operand is no longer there.
         """
@@ -109,7 +116,7 @@ class LinearOperations:
         request.operands(x=x, weight=weight, bias=bias, c=c)
         request.scales(scales)
         request.outputs(y=out)
-        results = request.send(self._channel, "linear/forward", timeout)
+        results = request.send(self._channel, "linear/forward", timeout, deadline, priority)
         y = results.tensor("y", out)
         return (y, results.tensor("aux")) if save_aux else y
 
@@ -127,6 +134,8 @@ class LinearOperations:
         options: Options | None = None,
         out: Place | Mapping[str, Placement] | None = None,
         timeout: float | None = None,
+        deadline: float | None = None,
+        priority: Priority | None = None,
     ) -> LinearGradients:
         """Gradients of a linear layer: ``dx = dz @ weight``, ``dweight = dz.T @ x``, ``dbias``.
 
@@ -143,11 +152,15 @@ class LinearOperations:
             out: "tensor" leaves all in the service; a mapping places gradients by name, where a
                 RemoteTensor takes one as contents and `Accumulate` adds dweight or dbias to one.
             timeout: seconds; default: the client's.
+            deadline: seconds within which the service must be at work, or not run it at all.
+            priority: "interactive" (default) or "batch", which lets the other go first.
 
         Returns:
             The gradients, of the operands' dtype.
 
         Raises:
+            Overloaded: there are too many requests; see its `retry_after`.
+            DeadlineExceeded: the deadline could not be kept, and nothing was run.
             InvalidOperands: the operands do not fit each other, or one is missing.
             Conflict: an aux does not belong here.
             Gone, UnknownHandle: an operand is no longer there.
@@ -157,7 +170,7 @@ class LinearOperations:
         request.operands(weight=weight, x=x, dz=dz, dy=dy, aux=aux, input_aux=input_aux)
         placements = _by_name(out, [*names, *(["input_dbias"] if input_dbias else [])])
         request.outputs(**placements)
-        results = request.send(self._channel, "linear/backward", timeout)
+        results = request.send(self._channel, "linear/backward", timeout, deadline, priority)
         return results.gradients(results.header, placements)
 
 

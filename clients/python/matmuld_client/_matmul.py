@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, overload
 from ._channel import Channel
 from ._payloads import Array
 from ._requests import Request
-from .operations import AuxEpilog, MatmulScales, Operand, Options, Place, PlainEpilog
+from .operations import AuxEpilog, MatmulScales, Operand, Options, Place, PlainEpilog, Priority
 from .tensors import RemoteTensor
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class MatmulOperations:
         options: Options | None = None,
         out: Place | RemoteTensor | None = None,
         timeout: float | None = None,
+        deadline: float | None = None,
+        priority: Priority | None = None,
     ) -> object:
         """Compute ``D = epilog(alpha * a @ b + beta * c)``, with nvmath's epilogs.
 
@@ -77,6 +79,8 @@ class MatmulOperations:
             options: how it is computed.
             out: "tensor" leaves D in the service; a RemoteTensor takes it as contents.
             timeout: seconds; default: the client's.
+            deadline: seconds within which the service must be at work, or not run it at all.
+            priority: "interactive" (default) or "batch", which lets the other go first.
 
         Returns:
             D, (..., M, N); for an epilog with further outputs a pair of D and those by name:
@@ -84,6 +88,8 @@ class MatmulOperations:
             and "bgradb" are arrays.
 
         Raises:
+            Overloaded: there are too many requests; see its `retry_after`.
+            DeadlineExceeded: the deadline could not be kept, and nothing was run.
             InvalidOperands: the operands do not fit each other; names the one at fault.
             Conflict: an aux does not belong here.
             Gone, UnknownHandle: an operand is no longer there.
@@ -92,7 +98,7 @@ class MatmulOperations:
         request.scales(scales)
         request.operands(a=a, b=b, c=c, bias=bias, relu_aux=relu_aux, gelu_aux=gelu_aux)
         request.outputs(d=out)
-        results = request.send(self._channel, "matmul", timeout)
+        results = request.send(self._channel, "matmul", timeout, deadline, priority)
         d = results.tensor("d", out)
         extras = {name: results.tensor(name) for name in results.header if name != "d"}
         return (d, extras) if extras else d

@@ -17,6 +17,7 @@ from .operations import (
     Options,
     Place,
     Placement,
+    Priority,
 )
 from .tensors import RemoteTensor, Tape
 
@@ -55,6 +56,8 @@ class MLPOperations:
         options: Options | None = None,
         out: Place | RemoteTensor | None = None,
         timeout: float | None = None,
+        deadline: float | None = None,
+        priority: Priority | None = None,
     ) -> object:
         """Apply a stack of linear layers in one request.
 
@@ -67,11 +70,15 @@ class MLPOperations:
             options: how it is computed.
             out: "tensor" leaves the result in the service; a RemoteTensor takes it as contents.
             timeout: seconds; default: the client's.
+            deadline: seconds within which the service must be at work, or not run it at all.
+            priority: "interactive" (default) or "batch", which lets the other go first.
 
         Returns:
             (..., batch, out of the last layer); with `save_tape` a pair of that and the tape.
 
         Raises:
+            Overloaded: there are too many requests; see its `retry_after`.
+            DeadlineExceeded: the deadline could not be kept, and nothing was run.
             InvalidOperands: the operands do not fit each other; names the one at fault.
             Gone, UnknownHandle: an operand is no longer there.
         """
@@ -80,7 +87,7 @@ class MLPOperations:
         request.scales(scales)
         request.layers(layers)
         request.outputs(y=out)
-        results = request.send(self._channel, "mlp/forward", timeout)
+        results = request.send(self._channel, "mlp/forward", timeout, deadline, priority)
         y = results.tensor("y", out)
         return (y, results.tape()) if save_tape else y
 
@@ -95,6 +102,8 @@ class MLPOperations:
         keep_tape: bool = False,
         out: Place | RemoteTensor | None = None,
         timeout: float | None = None,
+        deadline: float | None = None,
+        priority: Priority | None = None,
     ) -> MLPGradients:
         """Gradients of a stack of layers, at the weights that the forward pass used.
 
@@ -108,6 +117,8 @@ class MLPOperations:
             keep_tape: whether the tape can be used again.
             out: where `dx` goes: "tensor", or a RemoteTensor.
             timeout: seconds; default: the client's.
+            deadline: seconds within which the service must be at work, or not run it at all.
+            priority: "interactive" (default) or "batch", which lets the other go first.
 
         Returns:
             The gradients; a layer without a bias has no dbias.
@@ -124,7 +135,7 @@ class MLPOperations:
         )
         request.operands(dy=dy, dz=dz)
         request.outputs(dx=out)
-        results = request.send(self._channel, "mlp/backward", timeout)
+        results = request.send(self._channel, "mlp/backward", timeout, deadline, priority)
         if not keep_tape:
             tape.consumed()
         dx = results.tensor("dx", out) if "dx" in results.header else None

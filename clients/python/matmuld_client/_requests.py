@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ._channel import Answer, Channel
 from ._payloads import AUX_DTYPES, Array, byte_view, describe, to_array
-from .operations import Accumulate, Layer, LinearGradients, Operand, Placement, Scale, StepResult
+from .operations import (
+    Accumulate,
+    Layer,
+    LinearGradients,
+    Operand,
+    Placement,
+    Priority,
+    Scale,
+    StepResult,
+)
 from .tensors import RemoteTensor, Tape
 from .views import TensorView
 
@@ -46,9 +55,21 @@ class Request:
         if outputs := placed(placements):
             self.header["outputs"] = outputs
 
-    def send(self, channel: Channel, operation: str, timeout: float | None) -> Results:
-        target = f"/v1/{operation}"
-        return Results(channel, channel.post(target, self.header, self.payloads, timeout=timeout))
+    def send(
+        self,
+        channel: Channel,
+        operation: str,
+        timeout: float | None,
+        deadline: float | None,
+        priority: Priority | None,
+    ) -> Results:
+        target, fields = f"/v1/{operation}", ""
+        if deadline is not None:
+            fields = f"X-Deadline-Ms: {_milliseconds(deadline)}\r\n"
+        if priority is not None:
+            fields += f"X-Priority: {_word(priority)}\r\n"
+        answer = channel.post(target, self.header, self.payloads, fields=fields, timeout=timeout)
+        return Results(channel, answer)
 
     def _layer(self, index: int, layer: Layer) -> dict[str, Any]:
         if not isinstance(layer, Layer):
@@ -129,6 +150,22 @@ class Results:
         if "tensor" in tensor:
             return RemoteTensor(self._channel, tensor)
         return to_array(tensor, self._payloads)
+
+
+def _milliseconds(deadline: float) -> int:
+    """Raises ValueError unless these are seconds that a header can say."""
+    milliseconds = round(deadline * 1e3) if 0 < deadline < 1e6 else 0
+    if milliseconds < 1:
+        raise ValueError(f"deadline: expected seconds from 0.001 to 999999, got {deadline}")
+    return milliseconds
+
+
+def _word(priority: Priority) -> str:
+    """Raises ValueError unless it is one of the two."""
+    if priority not in get_args(Priority):
+        expected = " or ".join(map(repr, get_args(Priority)))
+        raise ValueError(f"priority: expected {expected}, got {priority!r}")
+    return priority
 
 
 def placed(placements: Mapping[str, Placement | None]) -> dict[str, object]:

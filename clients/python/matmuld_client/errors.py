@@ -6,16 +6,19 @@
     │   ├── UnknownHandle          404 unknown_handle
     │   ├── NotFound               404 not_found
     │   ├── MethodNotAllowed       405 method_not_allowed
+    │   ├── RequestTimeout         408 request_timeout
     │   ├── Conflict               409 conflict
     │   ├── Gone                   410 gone
     │   ├── LengthRequired         411 length_required
     │   ├── TooLarge               413 too_large
     │   ├── UnsupportedMediaType   415 unsupported_media_type
     │   ├── InvalidOperands        422 invalid_operands
+    │   ├── Overloaded             429 overloaded
     │   ├── Internal               500 internal
     │   ├── Starting               503 starting
     │   ├── Draining               503 draining
     │   ├── DeviceLost             503 device_lost
+    │   ├── DeadlineExceeded       504 deadline_exceeded
     │   └── OutOfMemory            507 out_of_memory
     └── TransportError             no answer: the service is out of reach, or the connection broke
         └── Timeout                not within the time allowed
@@ -41,6 +44,7 @@ class RequestError(MatmuldError):
         detail: what was expected and what came.
         operand: the operand at fault, if there is one.
         request_id: the `X-Request-ID` of the request, once it was answered.
+        retry_after: seconds after which it is worth trying again, if the service said so.
     """
 
     code: ClassVar[str] = "internal"
@@ -48,12 +52,18 @@ class RequestError(MatmuldError):
     title: ClassVar[str] = "Internal error"
 
     def __init__(
-        self, detail: str, *, operand: str | None = None, request_id: str | None = None
+        self,
+        detail: str,
+        *,
+        operand: str | None = None,
+        request_id: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(detail)
         self.detail = detail
         self.operand = operand
         self.request_id = request_id
+        self.retry_after = retry_after
 
     def problem(self, request_id: str) -> dict[str, object]:
         """The RFC 9457 problem document."""
@@ -94,6 +104,12 @@ class MethodNotAllowed(RequestError):
     code, status, title = "method_not_allowed", 405, "Method not allowed"
 
 
+class RequestTimeout(RequestError):
+    """The request came too slowly, or not to its end; the connection was closed."""
+
+    code, status, title = "request_timeout", 408, "Request timeout"
+
+
 class Conflict(RequestError):
     """The tensor is not what the request takes it for."""
 
@@ -130,6 +146,12 @@ class InvalidOperands(RequestError):
     code, status, title = "invalid_operands", 422, "Invalid operands"
 
 
+class Overloaded(RequestError):
+    """The service has as many requests as it can hold; the body was not read. See `retry_after`."""
+
+    code, status, title = "overloaded", 429, "Overloaded"
+
+
 class Internal(RequestError):
     """A fault of the service."""
 
@@ -150,6 +172,12 @@ class DeviceLost(RequestError):
     """The device has failed; the service must be started again."""
 
     code, status, title = "device_lost", 503, "Device lost"
+
+
+class DeadlineExceeded(RequestError):
+    """The request could not be at work before its deadline, and was not run."""
+
+    code, status, title = "deadline_exceeded", 504, "Deadline exceeded"
 
 
 class OutOfMemory(RequestError):

@@ -51,6 +51,8 @@ AuxKind: TypeAlias = Literal[
     "relu_aux", "gelu_aux", "gelu_erf_aux", "silu_aux", "leaky_relu_aux"
 ]  # fmt: skip
 Gradient: TypeAlias = Literal["dx", "dweight", "dbias"]
+Priority: TypeAlias = Literal["interactive", "batch"]
+"""What waits as `batch` lets `interactive` work go first, for about a second."""
 Place: TypeAlias = Literal["array", "tensor"]
 """Of a result: returned as a NumPy array, or left in the service as a new RemoteTensor."""
 

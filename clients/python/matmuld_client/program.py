@@ -22,6 +22,7 @@ from .operations import (
     Options,
     Placement,
     PlainEpilog,
+    Priority,
     StepGradients,
     StepMLPGradients,
     StepResult,
@@ -244,6 +245,8 @@ class Program:
         *,
         out: Mapping[str, Placement] | None = None,
         timeout: float | None = None,
+        deadline: float | None = None,
+        priority: Priority | None = None,
     ) -> dict[str, Array | RemoteTensor | Tape]:
         """Send it, and get the results that are asked for.
 
@@ -254,6 +257,8 @@ class Program:
                 `Client.linear` and `Client.linear_backward`. An aux stays in the service unless it
                 is to be an "array", a tape always does.
             timeout: seconds; default: the client's.
+            deadline: seconds within which the service must be at work, or not run it at all.
+            priority: "interactive" (default) or "batch", which lets the other go first.
 
         Returns:
             The results by the same names.
@@ -263,6 +268,8 @@ class Program:
                 as ``steps[2].x``.
             Gone, UnknownHandle: an operand is no longer there.
             OutOfMemory: a step, or holding the results, found no room.
+            DeadlineExceeded: the deadline could not be kept, and nothing was run.
+            Overloaded: there are too many requests; see its `retry_after`.
         """
         request = self._request(steps=self._steps)
         placements = out or {}
@@ -276,7 +283,7 @@ class Program:
             named[name] = request.reference(name, result)
             if name in where:
                 named[name]["placement"] = where[name]
-        results = request.send(self._channel, "run", timeout)
+        results = request.send(self._channel, "run", timeout, deadline, priority)
         return {name: _read(results, name, placements.get(name)) for name in outputs}
 
     def _request(self, **fields: object) -> Request:

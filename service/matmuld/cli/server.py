@@ -20,6 +20,7 @@ import uvloop
 from matmuld_client import Client
 
 from ..http.app import Application
+from ..http.connection import Connection
 from ..settings import Settings
 from .failure import Failure
 from .sockets import address_of, listening
@@ -47,7 +48,7 @@ async def _serve(settings: Settings) -> None:
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",  # opened below, where its errors can be told in one line
             log_config=None,

@@ -17,7 +17,7 @@ from .. import __version__
 from ..service import TENANT, Service
 from ..settings import Settings
 from . import state, tensors, warming
-from .endpoints import Answer, Endpoint, operation
+from .endpoints import Answer, Endpoint, operation, upload
 from .exchange import Exchange
 from .openapi import components, describe, status
 
@@ -38,10 +38,10 @@ ROUTES = (
     Route("POST", "/v1/mlp/backward", operation("mlp/backward")),
     Route("POST", "/v1/matmul", operation("matmul")),
     Route("POST", "/v1/run", operation("run")),
-    Route("POST", "/v1/tensors", tensors.create),
+    Route("POST", "/v1/tensors", upload(tensors.create)),
     Route("GET", "/v1/tensors", tensors.index),
     Route("GET", "/v1/tensors/{handle}", tensors.read),
-    Route("PUT", "/v1/tensors/{handle}", tensors.replace),
+    Route("PUT", "/v1/tensors/{handle}", upload(tensors.replace)),
     Route("PATCH", "/v1/tensors/{handle}", tensors.change),
     Route("DELETE", "/v1/tensors/{handle}", tensors.free),
     Route("GET", "/v1/tensors/{handle}/metadata", tensors.show),

@@ -12,7 +12,8 @@ import re
 import reprlib
 import secrets
 from base64 import b64encode
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -43,9 +44,11 @@ from starlette.types import Receive, Scope, Send
 from ..calls import Timing
 from ..operations.program import STEPS
 from ..recordings import JOIN_BYTES
+from ..scheduler import PRIORITIES, USUAL, Urgency
 from ..schemas import Header
 
 H = TypeVar("H", bound=Header)
+T = TypeVar("T")
 
 JSON_LIMIT = 1 << 24
 """Bytes of a JSON body, and of a tensor in a JSON reply: base64 takes the whole service's time."""
@@ -78,6 +81,7 @@ class Exchange:
     Attributes:
         form: the media type of the reply, `application/msgpack` or `application/json`.
         started: whether the reply has begun, so that no other can be given.
+        grown: told of the bytes of a body of unknown length, as they come.
     """
 
     __slots__ = (
@@ -86,9 +90,12 @@ class Exchange:
         "_send",
         "accept",
         "content_type",
+        "deadline",
         "encoding",
         "form",
+        "grown",
         "length",
+        "priority",
         "request_id",
         "scope",
         "started",
@@ -106,7 +113,9 @@ class Exchange:
         self.started = False
         self.content_type = self.accept = self.encoding = ""
         self.request_id = ""
+        self.deadline = self.priority = b""
         self.length: int | None = None
+        self.grown: Callable[[int], None] | None = None
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == b"application/msgpack":
@@ -121,6 +130,10 @@ class Exchange:
                 self.encoding = value.decode("latin-1")
             elif name == b"x-request-id":
                 self.request_id = _visible(value)
+            elif name == b"x-deadline-ms":
+                self.deadline = value
+            elif name == b"x-priority":
+                self.priority = value
         if not self.request_id:
             self.request_id = f"{_PROCESS}-{next(_COUNTER)}"
         packed = self.content_type == MSGPACK or (
@@ -148,6 +161,32 @@ class Exchange:
             raise Malformed(f"{twice[:40]}: expected one query parameter of that name, got more")
         return named
 
+    def urgency(self) -> Urgency:
+        """What the headers `X-Deadline-Ms` and `X-Priority` say. Raises Malformed."""
+        if not self.deadline and not self.priority:
+            return USUAL
+        priority = (self.priority or b"interactive").decode("latin-1")
+        if priority not in PRIORITIES:
+            expected = " or ".join(PRIORITIES)
+            raise Malformed(f"X-Priority: expected {expected}, got {priority[:40]!r}")
+        if not self.deadline:
+            return Urgency(PRIORITIES.index(priority))
+        if not re.fullmatch(rb"0*[1-9][0-9]{0,8}", self.deadline):
+            came = self.deadline[:40].decode("latin-1")
+            raise Malformed(f"X-Deadline-Ms: expected an integer from 1 to 999999999, got {came!r}")
+        return Urgency(PRIORITIES.index(priority), monotonic() + int(self.deadline) / 1e3)
+
+    async def wait_for(self, future: asyncio.Future[T]) -> T:
+        """The result of `future`. Raises Disconnected as soon as the client hangs up."""
+        hearing = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait((future, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if hearing.done() and hearing.result()["type"] == "http.disconnect":
+                raise Disconnected
+            return await future
+        finally:
+            hearing.cancel()
+
     async def is_abandoned(self) -> bool:
         """Whether the client has hung up, which is the next that the server hears of it.
 
@@ -167,6 +206,7 @@ class Exchange:
         Raises:
             TooLarge, UnsupportedMediaType, Malformed: the body is not that.
         """
+        self.check_body()
         header, payloads, _ = self.understand(model, memoryview(await self.body()))
         return header, payloads
 
@@ -199,8 +239,8 @@ class Exchange:
         except WireError as error:
             raise Malformed(str(error)) from None
 
-    async def body(self) -> bytes | bytearray:
-        """The whole body of a msgpack or JSON request."""
+    def check_body(self) -> None:
+        """Raise UnsupportedMediaType or TooLarge for a body that is not worth reading."""
         if self.content_type not in (MSGPACK, JSON):
             raise UnsupportedMediaType(
                 f"expected Content-Type {MSGPACK} or {JSON}, got {self.content_type[:80]!r}"
@@ -210,9 +250,15 @@ class Exchange:
             self._limit = min(self._limit, JSON_LIMIT)
         if self.length is not None and self.length > self._limit:
             raise self._too_large(f"{self.length} bytes")
+
+    async def body(self) -> bytes | bytearray:
+        """The whole body of a msgpack or JSON request, which has been checked."""
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
-            return bytes(message.get("body", b""))
+            body = bytes(message.get("body", b""))
+            if self.length is None and self.grown is not None:
+                self.grown(len(body))
+            return body
         if self.length is not None:
             return await self._fill(message)
         return await self._gather(message)
@@ -244,6 +290,8 @@ class Exchange:
             buffer += chunk
             if len(buffer) > self._limit:
                 raise self._too_large("more")
+            if self.grown is not None:
+                self.grown(len(chunk))
         return buffer
 
     async def _chunks(self, message: Any = None) -> AsyncIterator[bytes]:
@@ -288,12 +336,17 @@ class Exchange:
             await self.reply_parts([json.dumps(_inlined(header, payloads)).encode()], status)
 
     async def reply_parts(self, parts: Sequence[Buffer], status: int = 200) -> None:
-        """Answer with a body in the form that was asked for."""
+        """Answer with a body in the form that was asked for; return once the client has taken
+        it, but for what the connection holds anyway.
+        """
         nbytes = sum(map(len, parts))
-        if nbytes <= JOIN_BYTES:
-            parts = [b"".join(parts)]
         await self._start(status, self.form, nbytes)
-        await self._write(parts)
+        if nbytes <= JOIN_BYTES:
+            await self._end(b"".join(parts))
+            return
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._end()
 
     async def problem(self, error: RequestError, extra: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Answer with a problem document."""
@@ -302,23 +355,29 @@ class Exchange:
             body, form = msgpack.packb(document), "application/problem+msgpack"
         else:
             body, form = json.dumps(document).encode(), "application/problem+json"
+        if error.retry_after is not None:
+            extra = [*extra, (b"retry-after", b"%d" % error.retry_after)]
+        if any(name == b"expect" for name, _ in self.scope["headers"]):
+            extra = [*extra, (b"connection", b"close")]  # nobody knows whether the body will come
         await self._start(error.status, form, len(body), extra)
-        await self._write([body])
+        await self._end(body)
 
     async def empty(self, status: int = 204) -> None:
         """Answer without a body."""
         await self._start(status, None, None)
-        await self._write([b""])
+        await self._end()
 
     async def raw(
         self, chunks: AsyncIterator[memoryview], nbytes: int, headers: dict[str, str]
     ) -> None:
-        """Answer with `nbytes` raw bytes, as they come."""
+        """Answer with `nbytes` raw bytes, as they come, while the client takes them."""
         extra = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._start(200, OCTETS, nbytes, extra)
         async for chunk in chunks:
+            if await self.is_abandoned():
+                raise Disconnected
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end()
 
     async def _start(
         self,
@@ -343,10 +402,8 @@ class Exchange:
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        for part in parts[:-1]:
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        await self._send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+    async def _end(self, body: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def validated(model: type[H], header: object) -> H:

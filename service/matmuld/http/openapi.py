@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from .. import replies
 from ..engine.float8 import FLOAT8
 from ..operations import OPERATIONS
+from ..scheduler import PRIORITIES
 from ..schemas import CreateTensor, ReplaceTensor, TensorLife, Warm
 
 PACKED = (
@@ -60,6 +61,16 @@ QUERY = {
         "ttl_s": "of a raw body: seconds",
     }
 }
+OPERATION_HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "X-Deadline-Ms": (
+        "milliseconds within which the operation must be at work; it is not run later",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+    ),
+    "X-Priority": (
+        "of what waits, batch lets interactive work go first, for about a second",
+        {"type": "string", "enum": list(PRIORITIES), "default": PRIORITIES[0]},
+    ),
+}
 STATUS = {("POST", "/v1/tensors"): 201, ("DELETE", "/v1/tensors/{handle}"): 204}
 
 
@@ -86,7 +97,11 @@ def describe(method: str, path: str) -> dict[str, Any]:
                 },
             },
         },
-        "parameters": [*_path_parameters(path), *_query_parameters(key)],
+        "parameters": [
+            *_path_parameters(path),
+            *_query_parameters(key),
+            *_header_parameters(path),
+        ],
     }
     if key in BODIES:
         content = _content(BODIES[key], raw=key in RAW_BODIES)
@@ -129,4 +144,13 @@ def _query_parameters(key: tuple[str, str]) -> list[dict[str, Any]]:
     return [
         {"name": name, "in": "query", "description": text, "schema": {"type": "string"}}
         for name, text in QUERY.get(key, {}).items()
+    ]
+
+
+def _header_parameters(path: str) -> list[dict[str, Any]]:
+    if path.removeprefix("/v1/") not in OPERATIONS:
+        return []
+    return [
+        {"name": name, "in": "header", "description": text, "schema": schema}
+        for name, (text, schema) in OPERATION_HEADERS.items()
     ]

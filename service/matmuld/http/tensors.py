@@ -217,7 +217,9 @@ async def read(service: Service, exchange: Exchange) -> None:
     if array.nbytes > exchange.payload_limit:
         raise TooLarge(f"expected Accept: {OCTETS} for {array.nbytes} bytes, got {exchange.form}")
     (value,), _ = await engine.download([array])
-    await exchange.reply({"value": {**describe(array), "payload": 0}}, [value])
+    header = {"value": {**describe(array), "payload": 0}}
+    del array  # it may be freed while the client takes its time
+    await exchange.reply(header, [value])
 
 
 async def mask(service: Service, exchange: Exchange) -> None:
