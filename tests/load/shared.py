@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.reference import Host
 
-
 PERIOD = 17
 """Versions until the contents come again."""
 
