@@ -14,7 +14,7 @@ from matmuld.cli import main
 from matmuld.cli.bench.load import Layer, post_request
 from matmuld.cli.bench.measure import forward_body
 from matmuld.cli.bench.serve.clients import Work, poisson, work
-from matmuld.cli.bench.serve.measure import shared
+from matmuld.cli.bench.serve.measure import shared, split
 from matmuld.cli.bench.serve.results import (
     CLIENTS,
     LOADS,
@@ -143,6 +143,13 @@ def test_arrivals_are_poisson() -> None:
 def test_clients_are_spread_evenly() -> None:
     assert shared(5, 3) == [2, 2, 1]
     assert shared(1, 3) == [1, 0, 0]
+
+
+def test_clients_and_service_have_cores_of_their_own() -> None:
+    assert split({0, 3}) == ({0}, {3})
+    assert split({0, 1, 2, 5, 6}) == ({0, 1, 2}, {5, 6})
+    assert split(set(range(32))) == (set(range(24)), set(range(24, 32)))
+    assert split({4}) == ({4}, {4})
 
 
 @pytest.fixture

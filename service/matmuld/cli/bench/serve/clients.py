@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ def layer() -> Layer:
     return Layer(SIZE)
 
 
-def be_ready(barrier: Barrier) -> None:
-    """Load all that work needs, and wait for the other processes."""
+def be_ready(barrier: Barrier, cores: set[int]) -> None:
+    """Load all that work needs, keep to `cores`, and wait for the other processes."""
+    os.sched_setaffinity(0, cores)
     layer()
     barrier.wait()
 

@@ -86,17 +86,25 @@ def shared(clients: int, processes: int) -> list[int]:
     return [clients // processes + (index < clients % processes) for index in range(processes)]
 
 
-def process_count() -> int:
-    """Half of the cores are for the service and what its engine does."""
-    return min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_PROCESSES)
+def split(cores: set[int]) -> tuple[set[int], set[int]]:
+    """Those of the service, and those of the clients, one for each process; a single one is both's.
+
+    A client that waits without sleeping must not be where the service wakes up: that would be the
+    scheduler's time slices, milliseconds, and not the service's latency.
+    """
+    count = min(max(len(cores) // 2, 1), _MOST_PROCESSES)
+    clients = set(sorted(cores)[-count:])
+    return cores - clients or cores, clients
 
 
 def main(device: str, rounds: int, seconds: float) -> None:
-    processes, spawn = process_count(), multiprocessing.get_context("spawn")
+    own, others = split(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, own)
+    processes, spawn = len(others), multiprocessing.get_context("spawn")
     all_ready = spawn.Barrier(processes + 1)
     with (
         TemporaryDirectory(prefix="matmuld-") as folder,
-        spawn.Pool(processes, be_ready, (all_ready,)) as pool,
+        spawn.Pool(processes, be_ready, (all_ready, others)) as pool,
     ):
         all_ready.wait()
         addresses: dict[Transport, str] = {
