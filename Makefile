@@ -4,7 +4,12 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: demo test lint test-gpu bench clean .venv
+# Of `make load`: the load that it makes, and where.
+DEVICE := auto
+USERS := 24
+DURATION := 60
+
+.PHONY: demo test lint test-gpu load bench clean .venv
 
 demo: $(STAMP)
 	$(BIN)/matmuld demo
@@ -19,6 +24,9 @@ lint: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+load: $(STAMP)
+	$(BIN)/python -m tests.load --device $(DEVICE) --users $(USERS) --seconds $(DURATION)
 
 bench: $(STAMP)
 	$(BIN)/matmuld bench http

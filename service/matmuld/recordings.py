@@ -19,7 +19,7 @@ from msgpack import packb
 
 from .calls import Call, Chooser, Reply, Results, Runtime, Step, Timing, leaves_of
 from .engine.epilogs import Epilog
-from .engine.protocol import Array, Engine, Launch, Operands
+from .engine.protocol import Array, Engine, Launch, Operands, Plan
 from .engine.signature import Options
 from .memory.tensors import Resident
 from .operands import Operand
@@ -215,6 +215,7 @@ class Recorder(Call):
         self._recordings = recordings
         self._recording = Recording(self.engine, recordings)
         self._possible = True
+        self._plans: list[tuple[Entry, Plan]] = []
 
     async def perform(self, step: Step) -> Reply:
         self._step = step
@@ -242,6 +243,7 @@ class Recorder(Call):
         else:
             used = self.engine.memory().used
             self._recording.run(entry.plan.bind(operands), entry)
+            self._plans.append((entry, entry.plan))
             self._recording.nbytes += max(self.engine.memory().used - used, 0)
 
     async def compute(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
@@ -269,11 +271,13 @@ class Recorder(Call):
         return await super().deliver(results)
 
     def _fits(self, results: Results) -> bool:
-        """Whether the memory that it takes is little, and what it read is still what is held."""
+        """Whether its memory is little, and what it has read and run is still what is held."""
         if not self._recordings.has_room(self._recording):
             return False
         payloads = [leaf.value for leaf in leaves_of(results) if leaf.placement == "payload"]
         if self.engine.xp is np and sum(value.nbytes for value in payloads) > JOIN_BYTES:
+            return False
+        if any(entry.plan is not plan for entry, plan in self._plans):
             return False
         return all(
             self.store.holds(resident) and resident.version == version

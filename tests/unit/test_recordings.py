@@ -99,3 +99,28 @@ def test_answers_are_no_views_of_what_the_next_repetition_writes() -> None:
                 np.testing.assert_array_equal(y_of(parts), factor * X)
 
     asyncio.run(main())
+
+
+def test_a_plan_that_is_freed_while_a_step_is_recorded_is_not_launched_again() -> None:
+    async def main() -> None:
+        async with opened() as service:
+            pool = service.runtime.pool
+            model, check = OPERATIONS["mlp/forward"]
+            weights = (np.ones((4, 3), np.float32), np.ones((3, 4), np.float32))
+            layers = [{"weight": {"tensor": await held(service, weight)}} for weight in weights]
+            x = {"dtype": "float32", "shape": list(X.shape), "payload": 0}
+            header = model.model_validate({"x": x, "layers": layers})
+            step = check(service.inputs(TENANT), header)
+            payloads = [memoryview(X.tobytes())]
+            await result(service.call(TENANT, payloads, step), step)
+            first, second = pool
+            second.in_use = True
+            running = asyncio.ensure_future(result(service.call(TENANT, payloads, step), step))
+            while not second.waiters:
+                await asyncio.sleep(0)
+            assert pool.evict(first.id) == 1
+            pool.give_back(second)
+            np.testing.assert_array_equal(await running, X @ weights[0].T @ weights[1].T)
+            assert step.recording is None
+
+    asyncio.run(main())

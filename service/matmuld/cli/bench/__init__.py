@@ -7,6 +7,7 @@ from pydantic_settings import CliSubCommand, get_subcommand
 
 from .gpu import GpuBench
 from .http import HttpBench
+from .serve import ServeBench
 
 
 class Bench(BaseModel):
@@ -15,11 +16,14 @@ class Bench(BaseModel):
     http: CliSubCommand[HttpBench] = Field(
         description="latency of small requests over TCP and a unix socket, beside bare echoes"
     )
+    serve: CliSubCommand[ServeBench] = Field(
+        description="latency against throughput of a service that many clients use"
+    )
     gpu: CliSubCommand[GpuBench] = Field(
         description="products and requests on a GPU, beside nvmath and PyTorch"
     )
 
     def run(self) -> int:
         command = get_subcommand(self, cli_exit_on_error=False)
-        assert isinstance(command, HttpBench | GpuBench)
+        assert isinstance(command, HttpBench | ServeBench | GpuBench)
         return command.run()

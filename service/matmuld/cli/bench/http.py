@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from rich.console import Console
-from rich.progress import track
 
 from ...settings import Device
-from ..failure import Failure, try_folder, writing
+from ..failure import try_folder, writing
+from .apart import measured
 from .report import draw, render
 from .results import CELLS, HttpResults, Measurement
-
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class HttpBench(BaseModel):
@@ -48,22 +42,9 @@ class HttpBench(BaseModel):
         return 0
 
     def _measure(self, console: Console) -> tuple[dict[str, Any], list[Measurement]]:
-        """In a process of its own: BLAS reads how many threads it may have when it is loaded."""
-        command = [sys.executable, "-m", f"{__package__}.measure"]
-        arguments = [self.device, str(self.rounds), str(self.seconds)]
-        with subprocess.Popen(
-            [*command, *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **_ONE_THREAD},
-        ) as process:
-            assert process.stdout is not None
-            lines = track(
-                process.stdout, "measuring", total=1 + self.rounds * len(CELLS), console=console
-            )
-            found = [json.loads(line) for line in lines]
-        if process.returncode:
-            raise Failure("the measurement did not come to its end")
+        words = (self.device, str(self.rounds), str(self.seconds))
+        total = 1 + self.rounds * len(CELLS)
+        found = measured(f"{__package__}.measure", words, total, console)
         return found[0], [Measurement.model_validate(line) for line in found[1:]]
 
     def _write(self, results: HttpResults) -> list[Path]:

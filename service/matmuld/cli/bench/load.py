@@ -58,27 +58,40 @@ class Wire:
         self._buffer = bytearray(reply_bytes)
         self._view = memoryview(self._buffer)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Wire:
         self._socket = connected(self._address)
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._socket.close()
 
     def post(self, request: list[bytes]) -> memoryview:
         """The body of the reply; good until the next."""
+        self.send(request)
+        while (body := self.read()) is None:
+            pass
+        return body
+
+    def send(self, request: list[bytes]) -> None:
+        """Begin an exchange."""
         left = sum(map(len, request)) - self._socket.sendmsg(request)
         if left:
             self._socket.sendall(memoryview(request[-1])[-left:])
-        start, end, received = 0, len(self._buffer), 0
-        while received < end:
-            count = self._socket.recv_into(self._view[received:])
-            if not count:
-                raise Failure("a server closed the connection")
-            received += count
-            if not start and (head := self._buffer.find(b"\r\n\r\n", 0, received)) > 0:
-                start = head + 4
-                end = start + self._length(head)
-        return self._view[start:end]
+        self._start, self._end, self._received = 0, len(self._buffer), 0
+
+    def read(self) -> memoryview | None:
+        """Take what has come, or comes next: the body of the reply, or None while it has no end."""
+        count = self._socket.recv_into(self._view[self._received :])
+        if not count:
+            raise Failure("a server closed the connection")
+        self._received += count
+        if not self._start and (head := self._buffer.find(b"\r\n\r\n", 0, self._received)) > 0:
+            self._start = head + 4
+            self._end = self._start + self._length(head)
+        return self._view[self._start : self._end] if self._received >= self._end else None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def _length(self, head: int) -> int:
         if not self._buffer.startswith(b"HTTP/1.1 2"):
@@ -115,7 +128,7 @@ class Subject:
 
     call: Callable[[], Any]
     check: Callable[[Any], None]
-    connection: AbstractContextManager[None] = field(default_factory=nullcontext)
+    connection: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def measure(self, seconds: float) -> list[float]:
         """What each call took, one after the other; the first and last answers are checked."""

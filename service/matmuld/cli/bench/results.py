@@ -143,16 +143,8 @@ class HttpResults(BaseModel):
         return cls(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             device=device,
-            machine={
-                "cpu": cpu_model(),
-                "cores": len(os.sched_getaffinity(0)),
-                "system": platform.platform(),
-            },
-            versions={
-                "matmuld": __version__,
-                "python": platform.python_version(),
-                **{package: version(package) for package in _PACKAGES},
-            },
+            machine=machine(),
+            versions=versions(),
             seconds=seconds,
             rounds=rounds,
             summary=summary,
@@ -189,6 +181,24 @@ def bars(summary: Sequence[Summary]) -> list[Bar]:
                 )
             )
     return result
+
+
+def machine() -> dict[str, str | int]:
+    """Where this runs."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What a request goes through."""
+    return {
+        "matmuld": __version__,
+        "python": platform.python_version(),
+        **{package: version(package) for package in _PACKAGES},
+    }
 
 
 def cpu_model() -> str:

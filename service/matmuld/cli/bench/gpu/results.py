@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from .... import __version__
-from ..results import cpu_model
+from ..results import machine
 from .bars import Bar, bars
 from .section import Section
 
@@ -51,11 +50,7 @@ class GpuResults(BaseModel):
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             device=device,
             state=state,
-            machine={
-                "cpu": cpu_model(),
-                "cores": len(os.sched_getaffinity(0)),
-                "system": platform.platform(),
-            },
+            machine=machine(),
             versions={
                 "matmuld": __version__,
                 "python": platform.python_version(),
