@@ -106,7 +106,9 @@ class PlanPool:
         self.stats = Stats()
         self._capacity = capacity
         self._byte_limit = byte_limit
-        self._entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self._entries: dict[Signature, Entry] = {}
+        self._order: OrderedDict[Entry, None] = OrderedDict()
+        """Least recently used first; a signature takes too long to hash for every use."""
         self._nbytes = 0
         self._making: set[asyncio.Task[None]] = set()
 
@@ -115,7 +117,7 @@ class PlanPool:
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries that are planned, least recently used first."""
-        return iter([entry for entry in self._entries.values() if entry.plan is not None])
+        return iter([entry for entry in self._order if entry.plan is not None])
 
     @property
     def nbytes(self) -> int:
@@ -144,17 +146,26 @@ class PlanPool:
             self.touch(entry)
             return entry
         self.stats.misses += 1
-        entry = self._entries[signature] = Entry(secrets.token_hex(6), signature, owner)
+        entry = self._add(Entry(secrets.token_hex(6), signature, owner))
         task = asyncio.ensure_future(self._make(entry, operands))
         self._making.add(task)
         task.add_done_callback(self._making.discard)
         return entry
 
+    def _add(self, entry: Entry) -> Entry:
+        self._entries[entry.signature] = entry
+        self._order[entry] = None
+        return entry
+
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.signature]
+        del self._order[entry]
+
     def touch(self, entry: Entry) -> None:
         """Count a use of a plan that is held."""
         self.stats.hits += 1
         entry.hits += 1
-        self._entries.move_to_end(entry.signature)
+        self._order.move_to_end(entry)
 
     def peek(self, signature: Signature) -> Entry | None:
         """The place of `signature`, if there is one; this is no use of it."""
@@ -166,7 +177,7 @@ class PlanPool:
         """
         entry = self._entries.get(signature)
         if entry is None:
-            entry = self._entries[signature] = Entry(secrets.token_hex(6), signature, "", plan)
+            entry = self._add(Entry(secrets.token_hex(6), signature, "", plan))
             entry.in_use = False
             self.stats.planned += 1
             self._nbytes += plan.nbytes
@@ -208,7 +219,7 @@ class PlanPool:
             entry.plan = await self.engine.plan(entry.signature, operands)
         except BaseException as error:
             self.stats.failed += 1
-            del self._entries[entry.signature]
+            self._remove(entry)
             if entry.successor is not None:
                 entry.successor.close()
             for turn in entry.waiters:
@@ -242,7 +253,7 @@ class PlanPool:
             self._close(entry)
 
     def _trim(self) -> None:
-        idle = (entry for entry in list(self._entries.values()) if entry.idle)
+        idle = (entry for entry in list(self._order) if entry.idle)
         while len(self._entries) > self._capacity or self._nbytes > self._byte_limit:
             entry = next(idle, None)
             if entry is None:
@@ -251,7 +262,7 @@ class PlanPool:
 
     def _close(self, entry: Entry) -> None:
         assert entry.plan is not None
-        del self._entries[entry.signature]
+        self._remove(entry)
         self._nbytes -= entry.plan.nbytes
         self.stats.evicted += 1
         entry.readers.close()

@@ -82,7 +82,7 @@ class Place:
     def start(self, urgency: Urgency) -> bool:
         """Begin to work, if that is possible at once. Raises DeadlineExceeded."""
         scheduler = self._scheduler
-        if urgency.deadline < math.inf and scheduler.clock() >= urgency.deadline:
+        if urgency is not USUAL and scheduler.clock() >= urgency.deadline:
             raise self.late()
         if scheduler.working >= scheduler.limit:
             return False
@@ -193,14 +193,14 @@ class Scheduler:
         """
         if self.admitted >= self._most:
             raise self._overloaded(f"{self.admitted} requests are being served, or wait")
-        if nbytes:
+        if self.nbytes + nbytes > self._most_bytes:
             self._check_bytes(nbytes, self.nbytes)
         self.admitted += 1
         self.nbytes += nbytes
         return Place(self, nbytes)
 
     def _check_bytes(self, nbytes: int, others: int) -> None:
-        if others and self.nbytes + nbytes > self._most_bytes:
+        if nbytes and others and self.nbytes + nbytes > self._most_bytes:
             raise self._overloaded(f"{self.nbytes} bytes of requests are being served, or wait")
 
     def _overloaded(self, why: str) -> Overloaded:

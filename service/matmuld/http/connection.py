@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
         self._look_handle: asyncio.TimerHandle | None = None
         self._received = 0
         self._message: object = None
-        self._head = 0
+        self._head: int | None = None
         self._unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -85,14 +85,14 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        within = self._within_head
         super().data_received(data)
-        if not within or not self._within_head:
-            self._head = 0
-            return
-        self._head += len(data)
-        if self._head > HEAD_LIMIT:
-            self._refuse(431, f"The head of the request is over {HEAD_LIMIT} bytes.")
+        cycle = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            self._head = None
+        elif self._within_head:
+            self._head = 0 if self._head is None else self._head + len(data)
+            if self._head > HEAD_LIMIT:
+                self._refuse(431, f"The head of the request is over {HEAD_LIMIT} bytes.")
 
     @property
     def _within_head(self) -> bool:

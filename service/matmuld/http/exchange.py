@@ -241,6 +241,9 @@ class Exchange:
 
     def check_body(self) -> None:
         """Raise UnsupportedMediaType or TooLarge for a body that is not worth reading."""
+        length = self.length or 0
+        if self.content_type == MSGPACK and not self.encoding and length <= self._limit:
+            return
         if self.content_type not in (MSGPACK, JSON):
             raise UnsupportedMediaType(
                 f"expected Content-Type {MSGPACK} or {JSON}, got {self.content_type[:80]!r}"
@@ -248,8 +251,8 @@ class Exchange:
         self.refuse_encoding()
         if self.content_type == JSON:
             self._limit = min(self._limit, JSON_LIMIT)
-        if self.length is not None and self.length > self._limit:
-            raise self._too_large(f"{self.length} bytes")
+        if length > self._limit:
+            raise self._too_large(f"{length} bytes")
 
     async def body(self) -> bytes | bytearray:
         """The whole body of a msgpack or JSON request, which has been checked."""
@@ -342,7 +345,8 @@ class Exchange:
         nbytes = sum(map(len, parts))
         await self._start(status, self.form, nbytes)
         if nbytes <= JOIN_BYTES:
-            await self._end(b"".join(parts))
+            joined = b"".join(parts)
+            await self._send({"type": "http.response.body", "body": joined, "more_body": False})
             return
         for part in parts:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
