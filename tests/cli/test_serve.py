@@ -6,8 +6,10 @@ import re
 import signal
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matmuld_client import Client
 
@@ -26,6 +28,25 @@ def test_it_answers_on_every_address_until_a_signal(tmp_path: Path, number: int)
                 assert client.info()["engine"]["device"] == "cpu"
         assert service.stop(number) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_ends_measuring_and_the_request_that_waits_for_it_is_answered(
+    tmp_path: Path,
+) -> None:
+    listen = "--listen", f"unix:{tmp_path}/socket"
+    eager = "--autotune", "eager", "--autotune-s", "60", "--plan-store", "off"
+    x = np.random.default_rng(0).standard_normal((2400, 2400))
+    with (
+        serving("--device", "cpu", *listen, *eager) as service,
+        Client(service.addresses[0]) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        answer = threads.submit(client.linear, x, x)
+        with Client(service.addresses[0]) as other:
+            while not other.info()["requests"]["working"]:
+                pass
+        assert service.stop(signal.SIGTERM) == 0
+        np.testing.assert_allclose(answer.result(), x @ x.T, rtol=1e-11, atol=1e-10)
 
 
 def test_the_unix_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
