@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import StringIO
 from itertools import product
@@ -15,7 +15,7 @@ import pytest
 from matmuld.cli.verify import verified
 from matmuld.engine import open_engine
 from matmuld.engine.epilogs import CUBLASLT, Epilog
-from matmuld.engine.protocol import Operands
+from matmuld.engine.protocol import Disagreement, Operands
 from matmuld_client import Client, Layer
 from rich.console import Console
 
@@ -63,6 +63,34 @@ def test_the_bare_launch_equals_execute(dtype: str) -> None:
         np.testing.assert_array_equal(bench.down(aux), cupy.asnumpy(extras["relu_aux"]))
     plan.close()
     engine.close()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_every_thread_keeps_its_stream(lean: bool) -> None:
+    """Whatever nvmath does to CuPy's current stream in planning, comparing and executing."""
+    import cupy
+
+    def current() -> int:
+        stream: int = cupy.cuda.get_current_stream().ptr
+        return stream
+
+    with opened(lean=lean) as bench:
+        engine: Any = bench.engine
+        for epilog in (Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, Epilog.DRELU_BGRAD):
+            case = Case(epilog, "float16", (128, 64, 256), ())
+            operands, _ = outputs(bench, case)
+            plan: Any = bench.plan(operands, epilog)
+            launches = bench.wait(engine.aside(plan.variants, operands))
+            for launch in launches:
+                bench.wait(engine.aside(launch))
+            if lean:
+                bench.wait(engine.aside(plan.execute_beside, operands, operands.d))
+            if len(launches) > 1:
+                with suppress(Disagreement):
+                    bench.wait(engine.aside(plan.take, 1, operands))
+            plan.close()
+        assert bench.wait(engine.aside(current)) == engine._planning.stream.ptr
+        assert current() == engine._stream.ptr
 
 
 # Without the bare launch

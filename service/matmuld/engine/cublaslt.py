@@ -268,15 +268,12 @@ class FusedPlan:
         on, signature = self._planning, self._signature
         trial = replace(operands, c=None, alpha=1.0, beta=0.0)
         outputs = self._outputs(trial)
-        with on.stream:
-            self._bind(trial, on, self._algorithm)()
-            expected = {name: array.copy(order="K") for name, array in outputs.items()}
-            for array in outputs.values():
-                poison(array)
-            self._bind(trial, on, algorithm)()
-            found = {
-                name: difference(cupy, expected[name], array) for name, array in outputs.items()
-            }
+        self._bind(trial, on, self._algorithm)()
+        expected = {name: array.copy(order="K") for name, array in outputs.items()}
+        for array in outputs.values():
+            poison(array)
+        self._bind(trial, on, algorithm)()
+        found = {name: difference(cupy, expected[name], array) for name, array in outputs.items()}
         allowed = tolerance(signature.a.dtype, signature.d.dtype, signature.options)
         for name, apart in found.items():
             if not apart <= allowed:
@@ -367,7 +364,6 @@ class FusedPlan:
             a=o.a, b=o.b, c=d, alpha=1.0, beta=0.0, epilog_inputs=inputs, stream=stream
         )
         _, extras = matmul.execute(algorithm=algorithm, stream=stream)
-        stream.use()  # execute leaves the null stream current
         matmul.release_operands()
         return dict(extras)
 

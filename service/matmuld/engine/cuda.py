@@ -82,7 +82,7 @@ class CudaEngine:
         self._capability = properties["major"], properties["minor"]
         self.has_float8 = self._capability >= FLOAT8_CAPABILITY
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._stream.use()
+        _make_current(self._stream)
         self._handle = cublaslt.create_handle()
         self._main = Launcher(self._handle, self._stream, WORKSPACE_BYTES)
         planning = cupy.cuda.Stream(non_blocking=True)
@@ -107,7 +107,7 @@ class CudaEngine:
     def _thread(self, name: str, stream: Any) -> ThreadPoolExecutor:
         def bind() -> None:
             self._enter()
-            stream.use()
+            _make_current(stream)
 
         return ThreadPoolExecutor(1, f"matmuld-{name}", initializer=bind)
 
@@ -411,6 +411,13 @@ class CudaEngine:
         self._stream.synchronize()
         cublaslt.destroy_handle(self._handle)
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _make_current(stream: Any) -> None:
+    """For good: `stream.use()` lasts until the next ``with`` of any stream ends, such as nvmath's,
+    which then makes the stream current that was entered before, or the null stream.
+    """
+    stream.__enter__()
 
 
 def _kind(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:

@@ -73,7 +73,6 @@ class ExecutedPlan(FusedPlan):
             stream=on.stream,
         )
         result = matmul.execute(algorithm=algorithm, stream=on.stream)
-        on.stream.use()  # execute leaves the null stream current
         matmul.release_operands()
         extras = result[1] if isinstance(result, tuple) else {}
         for extra in extras.values():

@@ -127,10 +127,8 @@ class Product:
         )
 
     def execute(self) -> Any:
-        """nvmath's own way, which leaves the null stream current; D, or D and what goes with it."""
-        result = self.matmul.execute()
-        self._gpu.stream.use()
-        return result
+        """nvmath's own way; D, or D and what goes with it."""
+        return self.matmul.execute()
 
     def resetting(self, *, checked: bool) -> Callable[[], Any]:
         """The same with all operands given anew, each time."""
