@@ -23,6 +23,7 @@ from matmuld.cli.oracle import (
     FUNCTIONS,
     SLOPES,
     Expected,
+    Oracle,
     compare,
     exact,
     pack,
@@ -216,6 +217,15 @@ def test_the_oracle_agrees_with_the_reference_of_the_tests() -> None:
     assert np.array_equal(unpack(pack_mask(mask == 1), 130), mask)
     assert np.array_equal(unpack_mask(pack(mask), 130), mask == 1)
     assert pack(mask).strides == pack_mask(mask == 1).strides
+
+
+def test_a_gradient_past_a_relu_in_doubt_may_be_any_that_was_possible() -> None:
+    oracle, exactly_zero = Oracle("bfloat16"), Expected(np.zeros(1), np.full(1, 1e-6))
+    gradient = Expected(np.ones(1), np.full(1, 0.01))
+    allowed = oracle.rounded(oracle.times_slope_at("relu", gradient, exactly_zero))
+    largest = (gradient.value + gradient.tolerance).astype(ml_dtypes.bfloat16)
+    assert compare(largest, allowed, "bfloat16").ratio <= 1.0
+    assert compare(largest * 1.02, allowed, "bfloat16").ratio > 1.0
 
 
 def test_numbers_given_are_exact() -> None:

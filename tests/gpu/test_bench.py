@@ -37,6 +37,7 @@ def test_the_kernels_of_split_steps_are_right() -> None:
     np.testing.assert_array_equal(cupy.asnumpy(dx), masked)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_short_run_has_every_subject(tmp_path: Path) -> None:
     words = ("--only", "host", "--rounds", "1", "--budget-seconds", "5")
     assert main(["bench", "gpu", *words, "--output", str(tmp_path)]) == 0

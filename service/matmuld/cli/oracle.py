@@ -115,8 +115,9 @@ class Oracle:
         return Expected(value, z.tolerance + rounding + self._staging * np.abs(z.value))
 
     def rounded(self, z: Expected) -> Expected:
-        """Once, to the dtype of the result."""
-        rounding = self._precision.result * np.abs(z.value) + self._precision.subnormal
+        """Once, to the dtype of the result; what is rounded is off already."""
+        largest = np.abs(z.value) + z.tolerance
+        rounding = self._precision.result * largest + self._precision.subnormal
         return Expected(z.value, z.tolerance + rounding)
 
     def activated(self, activation: Activation, z: Expected) -> Expected:
@@ -152,7 +153,8 @@ class Oracle:
             doubt = np.where(np.abs(z.value) <= z.tolerance, 1.0, 0.0)
         else:
             doubt = LARGEST_CURVATURE * z.tolerance
-        return Expected(known.value, known.tolerance + doubt * np.abs(gradient.value))
+        largest = np.abs(gradient.value) + gradient.tolerance
+        return Expected(known.value, known.tolerance + doubt * largest)
 
     def summed(self, terms: Expected, axis: int) -> Expected:
         """Sums along `axis`. The errors of few terms add up; those of many, being independent, grow
